@@ -97,9 +97,12 @@ def matched(cluster: Cluster, of: Sequence[Factor], other: Cluster) -> Matched |
     return Matched(found, tuple(place[strides[i]] if sizes.get(i, 1) > 1 else None for i in range(len(of))))
 
 
-def inherited(data: PlanData, program: Program, cluster: Cluster, wanted: Wanted, fresh: Made | None) -> list[Made]:
+def inherited(
+    data: PlanData, program: Program, cluster: Cluster, wanted: Wanted, fresh: Made | None, *, search_again: bool = False
+) -> list[Made]:
     """Plans with the layouts of another plan of this program on a cluster, and with what a search from them finds, under the
     conditions ``wanted``; none where they do not match, fit in memory or keep to the pins. ``fresh`` is what was planned anew.
+    Over two factors or fewer, its search has found the best wherever it began: only ``search_again`` searches there.
     """
     over = matched(data.cluster, data.factors, cluster)
     if over is None or (wanted.axes and over.of != tuple(range(len(data.factors)))):
@@ -120,7 +123,7 @@ def inherited(data: PlanData, program: Program, cluster: Cluster, wanted: Wanted
     rated = _rated(own, problem, domains, wanted, (states, keep))
     found = [rated] if rated.best.seconds < math.inf and rated.best.fits(wanted.memory) else []
     stopped = fresh is not None and bool(fresh.stopped)
-    if found and not stopped and len(over.factors) > 2:  # fewer are solved jointly, wherever a search begins
+    if found and not stopped and (search_again or len(over.factors) > 2):
         found.append(_searched(problem, domains, wanted, rated.best))
     tried = () if fresh is None else fresh.planned.found[1].tried
     return [_made(own, program, (problem, outcome), wanted, tried) for outcome in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike, fspath
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardplan.mesh.devices import auto
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.plans import files
 from shardplan.plans.data import PlanData
-from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference
+from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
 from shardplan.plans.fit import check_choices
 from shardplan.remat import rematerialised
 from shardplan.shell.plan_of_step import Plan
@@ -31,9 +31,14 @@ def load(
     *args: Any,
     mesh: Mesh | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    warm_start: bool = False,
 ) -> Plan:
     """Reads a saved plan for this step and these arguments, those by name in ``kwargs``. If it was made on your own `Mesh`, pass
     that again as ``mesh``.
+
+    With ``warm_start``, a step of the same ops with other shapes, such as another batch or sequence length, is planned from the
+    file's layouts: over its factors, by one search that begins there. That takes a part of the time of `shardplan.plan`, compares
+    no other factorings, and may so miss a faster plan.
 
     Raises:
         PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.
@@ -41,7 +46,10 @@ def load(
     """
     data = files.read(file)
     step, args = as_positional(step, args, kwargs)
-    return for_step(fspath(file), data, step, trace_step(step, args, data.donate_argnums), mesh)
+    traced = trace_step(step, args, data.donate_argnums)
+    if warm_start and fingerprint(traced, numbers=False) != data.fingerprint:
+        return _warm_started(fspath(file), data, step, traced, mesh)
+    return for_step(fspath(file), data, step, traced, mesh)
 
 
 def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
@@ -52,6 +60,27 @@ def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced
     check_choices(name, data, program, graph)
     _check_donated(name, data, traced)
     return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
+
+
+def _warm_started(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
+    """A plan from the layouts of another that has the same ops and arguments, but for their shapes."""
+    from shardplan.shell.replanning import warm_started
+
+    planned, found = [mark.partition(" ")[0] for mark in data.marks or ()], [mark.partition(" ")[0] for mark in marks(traced)]
+    shapes = {a.path: len(a.shape) for a in data.arguments}
+    ranks = {path: len(traced.program.tensors[t].shape) for path, t in _inputs(traced)}
+    if planned != found or shapes != ranks:
+        _check_step(name, data, traced)
+    _check_donated(name, data, traced)
+    program = _program(name, data, traced)
+    graph = flatten(program, replicate=data.replicate, backend=data.backend)
+    old = Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
+    return warm_started(old, mesh)
+
+
+def _inputs(traced: Traced) -> Iterator[tuple[str, int]]:
+    """(path, tensor) of each argument."""
+    return zip(traced.program.input_paths, traced.program.inputs, strict=True)
 
 
 def _check_step(name: str, data: PlanData, traced: Traced) -> None:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.emit.backends import chosen
 from shardplan.errors import MemoryLimitError, PinError, ReshardError
@@ -70,6 +70,49 @@ def replan(
         PinError, ClusterError: as for `shardplan.plan`.
     """
     _check_plan(plan)
+    return _replanned(
+        plan,
+        cluster,
+        warm=False,
+        memory_limit=memory_limit,
+        objective=objective,
+        pins=pins,
+        axes=axes,
+        factors=factors,
+        time_budget_s=time_budget_s,
+        observer=observer,
+        one_choice=one_choice,
+        remat=remat,
+        backend=backend,
+        time_model=time_model,
+    )
+
+
+def warm_started(plan: Plan, mesh: Mesh | None) -> Plan:
+    """A plan for the same cluster from the layouts of ``plan``, whose step was traced for other shapes. Only where these layouts
+    do not divide the new shapes, or no longer fit, is it searched anew.
+    """
+    return _replanned(plan, plan.cluster if mesh is None else mesh, warm=True)
+
+
+def _replanned(
+    plan: Plan,
+    cluster: ClusterLike,
+    *,
+    warm: bool,
+    memory_limit: int | float | str | None = None,
+    objective: str | None = None,
+    pins: Mapping[str, PartitionSpec] | None = None,
+    axes: Mapping[str, int] | None = None,
+    factors: FactorsLike | None = None,
+    time_budget_s: float | None = None,
+    observer: Observer | None = None,
+    one_choice: str = "auto",
+    remat: str | None = None,
+    backend: str | None = None,
+    time_model: str | None = None,
+) -> Plan:
+    """`replan`, or, if ``warm``, from the old layouts alone where these can be kept."""
     data, began = plan.data, time.perf_counter()
     time_budget_s = data.time_budget_s if time_budget_s is None else time_budget_s
     remat = remat or ("auto" if data.remat.parts or data.remat.note else "none")
@@ -92,7 +135,7 @@ def replan(
         plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, runs, data.microbatches, began, began
     )
     program = microbatched(plan.traced.program, data.microbatches, data.replicate)
-    made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto")
+    made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto", warm=warm)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=plan.traced, program=made.planned.program, graph=made.session.graph, step=plan.step,
@@ -100,13 +143,16 @@ def replan(
     )  # fmt: skip
 
 
-def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Made:
-    """The fastest of what a search finds, the old layouts, and what a search from those finds.
+def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, recompute: bool, warm: bool) -> Made:
+    """The fastest of what a search finds, the old layouts, and what a search from those finds; if ``warm``, without the first
+    where there are others.
 
     Raises:
         MemoryLimitError: if none of them fits.
     """
     wanted, fresh, refusal = searcher.wanted, None, None
+    if warm and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
+        return min(old, key=step_time_s)
     try:
         fresh = planned(program, searcher, origin, recompute=recompute)
     except MemoryLimitError as error:

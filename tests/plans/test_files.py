@@ -290,6 +290,43 @@ def test_a_plan_is_loaded_for_another_learning_rate_and_runs_with_it(tmp_path: P
     assert jnp.allclose(loaded.jit(step)(*loaded.put(args)), step(*args))
 
 
+@pytest.mark.parametrize("options", [{"batch": 128}, {"batch": 128, "width": 96}], ids=str)
+def test_a_plan_for_other_shapes_begins_with_the_saved_one(saved: dict[str, Any], tmp_path: Path, options: Any) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(saved))
+    step, args = mlp.train_step(**{"batch": 64, "width": 64, **options})
+    with pytest.raises(shardplan.PlanFileError, match="other shapes"):
+        shardplan.load(file, step, *args)
+    warm = shardplan.load(file, step, *args, warm_start=True)
+    fresh = shardplan.plan(step, *args, cluster="2x4", donate_argnums=0, pins=warm.pins)
+    assert warm.pins
+    assert {a.path: a.shape for a in warm.data.arguments} == {a.path: a.shape for a in fresh.data.arguments}
+    assert warm.data.memory_limit == fresh.data.memory_limit
+    assert fresh.step_time_s <= warm.step_time_s * (1 + 1e-9)
+    assert warm.step_time_s <= fresh.step_time_s * 1.02
+    warm.check_step(step)
+
+
+def test_a_pin_that_no_longer_divides_is_dropped_with_a_warning(
+    saved: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(saved))
+    step, args = mlp.train_step(batch=63, width=64)
+    warm = shardplan.load(file, step, *args, warm_start=True)
+    assert list(warm.pins) == ["state/params/layer_1/kernel"]
+    assert "a pin of the old plan is dropped" in caplog.text
+
+
+def test_a_plan_of_other_ops_is_no_start(saved: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(saved))
+    for options in ({"layers": 3}, {"dtype": "bfloat16"}):
+        step, args = mlp.train_step(**{"batch": 64, "width": 64, **options})
+        with pytest.raises(shardplan.PlanFileError, match="another model"):
+            shardplan.load(file, step, *args, warm_start=True)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

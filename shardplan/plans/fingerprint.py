@@ -37,15 +37,14 @@ def marks(traced: Traced) -> tuple[str, ...]:
 def first_difference(planned: Sequence[str], traced: Traced) -> str:
     """The first op whose mark is not the planned one, as text with its source line; ``""`` if all agree."""
     for was, now in itertools.zip_longest(planned, _marked(traced.program, Tokens())):
-        before = None if was is None else was.partition(" ")[0]
+        before = "" if was is None else was.partition(" ")[0]
         if now is None:
             return f"the planned {before}, its last op, is gone"
         mark, op = now
         if mark != was:
-            what = f"{op.primitive} at {op.source}"
-            if before is None:
-                return f"{what} is new"
-            return f"{what} is {f'where {before} was' if before != op.primitive else 'another one than was planned'}"
+            same_kind = mark.startswith(f"{before} ")
+            how = "new" if not before else "another one than was planned" if same_kind else f"where {before} was"
+            return f"{op.primitive} at {op.source} is {how}"
     return ""
 
 

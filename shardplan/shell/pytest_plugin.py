@@ -66,7 +66,7 @@ def assert_plan_unchanged(request: pytest.FixtureRequest) -> Callable[..., None]
 
     def check(plan: Any, name: str | None = None) -> None:
         """Compares a plan with its file, or saves it."""
-        from shardplan.testing import assert_plan_unchanged
+        from shardplan.shell.plan_asserts import assert_plan_unchanged
 
         __tracebackhide__ = True
         file = re.sub(r"[^\w.-]+", "_", name or request.node.name).strip("_") + ".json"

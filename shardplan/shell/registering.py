@@ -17,9 +17,8 @@ from shardplan.frontend.trace import trace
 from shardplan.graph import Node, flatten
 from shardplan.graph.function_cuts import FunctionCut, dependencies, function_cuts
 from shardplan.tdl import register as by_description
-from shardplan.tdl.cut_proof import draw_array
+from shardplan.tdl.cut_proof import draw_array, same_everywhere
 from shardplan.tdl.language import Named, TensorRef
-from shardplan.tdl.localize import same_everywhere
 
 Function = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from shardplan.ir import Partial, Placement, Reducer, Replicated, Split
 from shardplan.tdl import language as lang
 from shardplan.tdl.describe import describe
 from shardplan.tdl.description import Call, Description, children
-from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize
+from shardplan.tdl.localize import Edge, Local, edge_value, evaluate, localize, plain
 from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 
 # The change that another order of summation may cause, relative to the largest number in the sums.
@@ -315,3 +315,8 @@ def _difference(got: Any, want: Any, tolerance: float, size: float) -> str:
     error = float(np.abs(got[finite] - want_wide[finite]).max(initial=0.0))
     bound = tolerance * (1.0 + size)
     return "" if error <= bound else f"is off by {error:.3g} (largest number met {size:.3g})"
+
+
+def same_everywhere(call: Call, strategy: Strategy) -> bool:
+    """Whether every worker runs the same on its share: nothing of it depends on which share that is."""
+    return localize(call, strategy).run is plain

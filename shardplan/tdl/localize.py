@@ -49,14 +49,9 @@ def localize(call: Call, strategy: Strategy) -> Local:
     """The share of ``call`` that each of ``strategy.ways`` workers runs."""
     small = shrink(call, strategy)
     small = replace(small, operands=tuple(_widened(s, p) for s, p in zip(small.operands, strategy.operands, strict=True)))
-    local = Local(small, strategy, ("zero",) * len(call.operands), _plain)
+    local = Local(small, strategy, ("zero",) * len(call.operands), plain)
     change = _LOCAL.get(call.primitive)
     return local if change is None else change(call, local)
-
-
-def same_everywhere(call: Call, strategy: Strategy) -> bool:
-    """Whether every worker runs the same on its share: nothing of it depends on which share that is."""
-    return localize(call, strategy).run is _plain
 
 
 def run(local: Local, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
@@ -85,7 +80,6 @@ HALO = "@halo"
 
 def run_as(primitive: str, function: Callable[..., Any], *, beyond: Callable[..., Any] | None = None) -> Callable[[], None]:
     """From now on ``function(*operands, **params)`` evaluates this primitive, and ``beyond`` evaluates it on blocks with a halo.
-
     Returns a function that undoes this.
     """
     before = {name: _OWN.pop(name, None) for name in (primitive, f"{primitive}{HALO}")}
@@ -146,7 +140,8 @@ def _local(*primitives: str) -> Callable[[Callable[[Call, Local], Local]], Calla
     return register
 
 
-def _plain(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+def plain(bind: Bind, operands: Sequence[Any], worker: Any) -> tuple[Any, ...]:
+    """A share that is the same whichever it is."""
     return bind(operands)
 
 

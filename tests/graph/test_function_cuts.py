@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.function_cuts import FunctionCut, dependencies, function_cuts
-from shardplan.tdl.localize import same_everywhere
+from shardplan.tdl.cut_proof import same_everywhere
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:

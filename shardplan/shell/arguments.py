@@ -11,9 +11,26 @@ from typing import Any, NoReturn
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 
+CONFIG = "--config"
+
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line."""
+    """An argument parser that reports an error in one line. ``long_options`` has each option by its name without dashes, and
+    ``repeated`` the names of those that may be repeated.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.long_options: dict[str, argparse.Action] = {}
+        self.repeated: set[str] = set()
+        super().__init__(*args, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Adds an argument, and notes it."""
+        action = super().add_argument(*names, **options)
+        long = [name[2:] for name in action.option_strings if name.startswith("--")]
+        self.long_options.update(dict.fromkeys(long, action))
+        self.repeated.update(long if options.get("action") == "append" else [])
+        return action
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""
@@ -22,9 +39,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
-    """Adds a command with ``--json`` to these commands; ``what`` says what it does."""
+    """Adds a command with ``--json`` and ``--config`` to these commands; ``what`` says what it does."""
     one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
     one.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+    one.add_argument(CONFIG, metavar="FILE", help="a TOML file of options (default: [tool.shardplan] of ./pyproject.toml)")
     one.set_defaults(run=run)
     return one
 

@@ -14,8 +14,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ShardplanError, UndescribedPrimitiveError
@@ -24,6 +25,8 @@ from shardplan.shell import interrupts
 from shardplan.shell.arguments import Parser, add_command, add_target_options, check_outputs, count
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
+from shardplan.shell.completion import add_completion_command
+from shardplan.shell.config_file import with_config
 from shardplan.shell.diff_command import add_diff_command
 from shardplan.shell.export_command import add_export_command
 from shardplan.shell.mesh_commands import add_mesh_commands
@@ -39,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # hides XLA's notes on its own partitioning, which are not about the user's step; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        options = _parser().parse_args(argv)
+        parser, commands = _parser()
+        options = parser.parse_args(with_config(sys.argv[1:] if argv is None else argv, commands, Path.cwd()))
         # a factory may print, but only the report belongs on stdout
         with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
@@ -159,7 +163,8 @@ def _tdl(options: argparse.Namespace) -> Report:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
+    """The parser of all commands, and the one of each."""
     from shardplan import __version__
 
     parser = Parser(prog="shardplan", description="Plan the sharding of a JAX training step, and verify it.", allow_abbrev=False)
@@ -201,9 +206,10 @@ def _parser() -> argparse.ArgumentParser:
         help="number of random cases to verify per description (default: 1 with --coverage, else 0)",
     )
 
-    add_calibrate_command(commands)
+    for add in (add_calibrate_command, add_completion_command):
+        add(commands)
     add_command(commands, "doctor", _doctor, "show versions, devices and flags, and how to install what is missing")
-    return parser
+    return parser, commands.choices
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Options from a file, and completion: both know the options of every command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardplan.errors import ShardplanError
+from shardplan.shell.cli import _parser, main
+from shardplan.shell.completion import SHELLS, script_of
+from shardplan.shell.config_file import with_config
+
+_, COMMANDS = _parser()
+TARGET = "models.mlp:train_step"
+
+
+def words(folder: Path, text: str, *argv: str, name: str = "run.toml") -> list[str]:
+    (folder / name).write_text(text)
+    return with_config(argv, COMMANDS, folder)
+
+
+def test_keys_become_options_behind_the_command(tmp_path: Path) -> None:
+    text = """
+cluster = "2x4"
+donate = [0, 1]
+set = { layers = 2, dims = [1, 2] }
+axes = { data = 4, tensor = 2 }
+time-budget = 2.5
+json = true
+draw = "of plan alone.png"
+[pin]
+"*/kernel" = "None, gpu"
+[verify]
+steps = 5
+cluster = "4"
+"""
+    given = ["verify", TARGET, "--config", str(tmp_path / "run.toml"), "--set", "width=64"]
+    found = words(tmp_path, text, *given)
+    assert found[0] == "verify"
+    assert found[-5:] == given[1:]
+    assert sorted(found[1:-5]) == [
+        "--axes=data=4",
+        "--axes=tensor=2",
+        "--cluster=4",
+        "--donate=0",
+        "--donate=1",
+        "--json",
+        "--pin=*/kernel=None, gpu",
+        "--set=dims=(1, 2)",
+        "--set=layers=2",
+        "--steps=5",
+        "--time-budget=2.5",
+    ]
+
+
+def test_the_project_has_a_table_and_a_named_file_takes_its_place(tmp_path: Path) -> None:
+    project = '[tool.shardplan]\ncluster = "2x4"\n'
+    assert words(tmp_path, project, "plan", TARGET, name="pyproject.toml") == ["plan", "--cluster=2x4", TARGET]
+    named = words(tmp_path, 'memory = "1GiB"', "plan", TARGET, f"--config={tmp_path / 'run.toml'}")
+    assert named == ["plan", "--memory=1GiB", TARGET, f"--config={tmp_path / 'run.toml'}"]
+    (tmp_path / "pyproject.toml").write_text("[tool.other]\ncluster = 3\n")
+    assert with_config(["plan", TARGET], COMMANDS, tmp_path) == ["plan", TARGET]
+    assert with_config(["--version"], COMMANDS, tmp_path) == ["--version"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("clustr = 1", r"run.toml: clustr is no option of any command \(nearest: cluster"),
+        ("[plan]\nstep = 1", r"run.toml: \[plan\] step is no option of plan"),
+        ("json = 3", "json = 3: it is a switch, write true or false"),
+        ("cluster = [1, 2]", r"cluster = \[1, 2\]: it takes one value"),
+        ("cluster = [[[1]]]", r"cluster has \[\[1\]\]: give a number"),
+        ("cluster = ", "run.toml: is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_key(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ShardplanError, match=said):
+        words(tmp_path, text, "plan", TARGET, "--config", str(tmp_path / "run.toml"))
+
+
+def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TARGET, "--config", "nowhere.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardplan: nowhere.toml: cannot be read")
+    assert said.count("\n") == 1
+
+
+def test_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.shardplan]\ncluster = "nothing"\njson = true\n[tool.shardplan.set]\nlayers = 2\n'
+    )
+    assert main(["plan", TARGET, "--cluster", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["axes"] == {"gpu": 2}
+    assert not any("layer_2" in path for path in found["in_specs"])
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+def completed(*line: str) -> set[str]:
+    """What bash offers for the last of these words."""
+    script = script_of("bash", COMMANDS) + f"\nCOMP_WORDS=({' '.join(map(repr, line))}); COMP_CWORD={len(line) - 1}; _shardplan\n"
+    done = subprocess.run(["bash", "-c", script + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_commands_options_and_choices() -> None:
+    assert completed("shardplan", "sc") == {"score"}
+    assert {"--cluster", "--config", "--placement"} <= completed("shardplan", "plan", "--")
+    assert "--steps" not in completed("shardplan", "plan", "--")
+    assert completed("shardplan", "plan", "x:y", "--objective", "b") == {"bytes"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_script_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)

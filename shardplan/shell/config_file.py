@@ -43,9 +43,9 @@ def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path
 
 def _source(words: Sequence[str], folder: Path) -> Path | None:
     """The file of options: the one that the user names, else the project's."""
-    for word, after in zip(words, [*words[1:], None], strict=True):
-        if word == CONFIG and after is not None:
-            return Path(after)
+    for n, word in enumerate(words):
+        if word == CONFIG and n + 1 < len(words):
+            return Path(words[n + 1])
         if word.startswith(f"{CONFIG}="):
             return Path(word.partition("=")[2])
     project = folder / PROJECT

@@ -64,7 +64,8 @@ def test_the_project_has_a_table_and_a_named_file_takes_its_place(tmp_path: Path
     assert named == ["plan", "--memory=1GiB", TARGET, f"--config={tmp_path / 'run.toml'}"]
     (tmp_path / "pyproject.toml").write_text("[tool.other]\ncluster = 3\n")
     assert with_config(["plan", TARGET], COMMANDS, tmp_path) == ["plan", TARGET]
-    assert with_config(["--version"], COMMANDS, tmp_path) == ["--version"]
+    for plain in (["--version"], ["doctor"], ["plan", TARGET, "--config"]):
+        assert with_config(plain, COMMANDS, tmp_path) == plain
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shardplan.collectives.issued import PlannedCollective
+from shardplan.report.paths import grouped
 
 _ARRAYS = 24
 """The most arrays that are named in a row."""
@@ -17,7 +18,7 @@ class CollectiveRow:
     """Collectives of one kind, size and source line, that move arrays whose names differ in numbers alone.
 
     ``times`` is how often they run in a step in all; ``wire_bytes``, ``seconds`` and ``exposed_s`` are of all of them. ``arrays``
-    are the names of what they move, with ``*`` for the numbers that differ; empty where it has no name.
+    are the names of what they move, those that differ in numbers under one pattern; empty where it has no name.
     """
 
     kind: str
@@ -60,7 +61,7 @@ def folded_collectives(collectives: Iterable[PlannedCollective]) -> tuple[Collec
 
 
 def _finished(row: _Row) -> CollectiveRow:
-    names = tuple(row.arrays)
+    names = tuple(group.pattern for group in grouped(row.arrays))
     more = (f"and {len(names) - _ARRAYS} more",) if len(names) > _ARRAYS else ()
     one = row.first
     return CollectiveRow(
@@ -78,9 +79,9 @@ def _finished(row: _Row) -> CollectiveRow:
 
 
 def _names(c: PlannedCollective) -> Iterator[str]:
-    """The folded names of what moves; a value between ops has none."""
+    """The names of what moves; a value between ops has none."""
     first = re.sub(r" and \d+ more$", "", c.tensor)
-    return (_folded(name) for name in (first, *c.along) if not name.startswith("value "))
+    return (name for name in (first, *c.along) if not name.startswith("value "))
 
 
 def _folded(name: str) -> str:

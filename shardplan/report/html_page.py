@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from shardplan.mesh.machine import Level
+from shardplan.planning.losses import Loss
 from shardplan.plans.data import PlanData
 from shardplan.plans.score import Score
 from shardplan.report.html_arrays import ArrayRow, array_rows
@@ -20,8 +21,9 @@ from shardplan.report.html_seconds import Part, parts_of
 from shardplan.report.html_timeline import Bars, bars_of
 from shardplan.report.json import comparison_rows
 from shardplan.report.parallelism import purposes_text
+from shardplan.report.paths import Group, grouped
 from shardplan.report.plan_text import best_baseline, bound_text, plan_facts, plan_text
-from shardplan.report.tables import rate
+from shardplan.report.tables import rate, seconds, size
 from shardplan.schedule import PlannedProgram
 from shardplan.search.session import Session
 from shardplan.simulate.figures import Simulated
@@ -158,6 +160,22 @@ def _own(plan: PlanData, score: Score) -> dict[str, Any]:
         "fits": score.fits,
         "axes": dict(score.axes),
         "specs": {path: score.in_specs[path] for path in plan.entries if path in score.in_specs},
-        "losses": [asdict(loss) for loss in score.losses],
+        "losses": _losses(score),
         "unasked": [asdict(row) for row in score.unasked],
+    }
+
+
+def _losses(score: Score) -> list[dict[str, Any]]:
+    """What the user's sharding loses, arrays that are alike in one row; a row's figures are those of one of them."""
+    known = {loss.path: loss for loss in score.losses}
+    alike = {p: (x.given, x.instead, seconds(x.seconds), size(x.bytes), x.source, len(x.together)) for p, x in known.items()}
+    return [_loss(group, known[group.paths[0]]) for group in grouped(alike)]
+
+
+def _loss(group: Group, one: Loss) -> dict[str, Any]:
+    return {
+        **{name: getattr(one, name) for name in ("given", "instead", "seconds", "bytes", "source")},
+        "pattern": group.pattern,
+        "count": len(group.paths),
+        "together": len(one.together),
     }

@@ -65,7 +65,7 @@ def bars_of(shown: Simulated) -> Bars:
     """The bars of a simulated step."""
     tasks = np.flatnonzero((shown.stream != NONE) & (shown.end_s > shown.start_s))
     whole = len(tasks) <= _TASKS
-    rows = [(_tasks if whole else _columns)(shown, row) for row in range(len(shown.streams))]
+    rows = tuple(_tasks(shown, row) for row in range(len(shown.streams))) if whole else columns_of(shown)
     used = sorted({n for row in rows for n in row.label})
     at = {n: i for i, n in enumerate(used)}
     return Bars(
@@ -80,6 +80,11 @@ def bars_of(shown: Simulated) -> Bars:
             for label, seconds, times in top_exposed(shown, _EXPOSED)
         ),
     )
+
+
+def columns_of(shown: Simulated) -> tuple[StreamBars, ...]:
+    """The streams of a simulated step as columns of time."""
+    return tuple(_columns(shown, row) for row in range(len(shown.streams)))
 
 
 def _name(shown: Simulated, label: int) -> str:

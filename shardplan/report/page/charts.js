@@ -130,7 +130,7 @@ function treemap(data) {
   const columns = [
     { name: "layer", by: (p) => p.layer, cell: (p) => layerName(p.layer, p.layers) },
     { name: "kind", by: (p) => p.kind, cell: (p) => kindChip(p.kind) },
-    { name: "source line", by: (p) => p.source, cell: (p) => el("span", { class: "path", title: p.source }, shortSource(p.source)) },
+    { name: "source line", by: (p) => p.source, cell: (p) => sourceLine(p.source) },
     { name: "seconds", number: true, by: (p) => p.seconds, cell: (p) => seconds(p.seconds) },
     { name: "share", number: true, by: (p) => p.seconds, cell: (p) => percent(p.seconds, total) },
   ];
@@ -160,7 +160,7 @@ function drawTreemap(data, total, width) {
   squarified(layers.map((one) => one.seconds), 0, 0, width, height).forEach(([x, y, w, h], i) => {
     const layer = layers[i];
     const head = h > 2.2 * HEAD && w > 34 ? HEAD : 0;
-    if (head) drawn.append(fitted(`${layerName(layer.layer, layer.layers)} ${seconds(layer.seconds)}`, x + 3, y + 13, w - 6, 6.6, { "font-weight": 600 }));
+    if (head) drawn.append(fitted(`${layerName(layer.layer, layer.layers)} ${seconds(layer.seconds)}`, x + 3, y + 13, w - 6, 7, { "font-weight": 600 }));
     const inside = squarified(layer.parts.map((part) => part.seconds), x + 1, y + head + 1, Math.max(0, w - 3), Math.max(0, h - head - 3));
     inside.forEach((place, j) => tiles.push(tile(layer.parts[j], total, place)));
   });
@@ -174,9 +174,9 @@ function tile(part, total, [x, y, w, h]) {
   const box = { x, y, width: Math.max(0, w - 1), height: Math.max(0, h - 1) };
   const ink = part.kind === "forward compute" ? "#ffffff" : "#000000";
   const look = { style: `fill: ${ink}; stroke: var(${colour})` };
-  const lines = h > 15 && w > 44 ? [fitted(seconds(part.seconds), x + 4, y + 13, w - 8, 6, look)] : [];
-  if (h > 29 && w > 60) lines.push(fitted(shortSource(part.source).replace(/ \(.*/, ""), x + 4, y + 26, w - 8, 6.1, look));
-  if (h > 42 && w > 80) lines.push(fitted(part.kind, x + 4, y + 39, w - 8, 6.1, look));
+  const lines = h > 15 && w > 44 ? [fitted(seconds(part.seconds), x + 4, y + 13, w - 8, 6.4, look)] : [];
+  if (h > 29 && w > 60) lines.push(fitted(shortSource(part.source).replace(/ \(.*/, ""), x + 4, y + 26, w - 8, 6.4, look));
+  if (h > 42 && w > 80) lines.push(fitted(part.kind, x + 4, y + 39, w - 8, 6.4, look));
   const made = svg("g", { class: "tile", role: "img", "aria-label": tip, "data-tip": tip },
     svg("rect", { ...box, fill: `var(${colour})` }), pattern ? svg("rect", { ...box, fill: `url(#map-${pattern})` }) : null, lines);
   return searchable(made, "tiles", partText(part), false);
@@ -197,9 +197,9 @@ function memory(data) {
   const readout = el("p", { class: "readout" }, "Point into the curve, or go to it with Tab and move with the arrow keys.");
   const box = chart((width) => drawMemory(data, width, readout));
   const [first, ...rest] = curve.peak;
-  const held = el("ul", {}, rest.map((line) => el("li", {}, line.trim())));
+  const held = el("ul", {}, rest.map((line) => el("li", {}, withoutFolders(line.trim()))));
   const about = `What a device holds at each op of the step, in the order of the program. The peak is ${size(peak)} of ${size(data.figures.memory_limit)}.`;
-  return section("memory", "Memory", about, box, readout, el("p", {}, `${first}:`), held);
+  return section("memory", "Memory", about, box, readout, el("p", {}, `${withoutFolders(first)}:`), held);
 }
 
 const PAD = { left: 62, right: 12, top: 26, bottom: 26 };
@@ -254,7 +254,8 @@ function peakName(words, px, py, width) {
 }
 
 function memoryAxis(width, h, top, y) {
-  const bytes = [0, top / 4, top / 2, (3 * top) / 4];
+  const step = 2 ** Math.floor(Math.log2(top / 3));
+  const bytes = Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
   return bytes.map((b) => svg("g", {},
     svg("line", { class: "axis", x1: PAD.left, x2: width - PAD.right, y1: y(b), y2: y(b), opacity: b ? 0.35 : 1 }),
     svg("text", { class: "faint", x: PAD.left - 6, y: y(b) + 4, "text-anchor": "end" }, size(b))));
@@ -315,7 +316,7 @@ function exposedTable(shown) {
     { name: "over", by: (e) => e.axes.join(), cell: (e) => e.axes.join(", ") },
     { name: "times", number: true, by: (e) => e.times, cell: (e) => String(e.times) },
     { name: "exposed", number: true, by: (e) => e.exposed_s, cell: (e) => seconds(e.exposed_s) },
-    { name: "source line", by: (e) => e.source, cell: (e) => el("span", { class: "path", title: e.source }, shortSource(e.source)) },
+    { name: "source line", by: (e) => e.source, cell: (e) => sourceLine(e.source) },
   ];
   const text = (e) => [e.name, e.axes.join(" "), e.source].join(" ");
   return [el("h3", {}, "Exposed longest"), table("Exposed longest", columns, shown.exposed, text, "exposed collectives")];

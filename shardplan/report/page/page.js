@@ -17,7 +17,7 @@ function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 
@@ -57,6 +57,22 @@ function size(value) {
   if (value < 0) return "-" + size(-value);
   if (value < 1024) return `${Number(value.toPrecision(4))} B`;
   return scaled(value, ["PiB", "TiB", "GiB", "MiB", "KiB", "B"].map((unit, i) => [1024 ** (5 - i), unit]), 1024);
+}
+
+/** Words in which no source line has the folders of its file. */
+function withoutFolders(words) {
+  return words.replace(/\S*[\\/](?=[^\\/\s]+:\d)/g, "");
+}
+
+/** A path that breaks behind its slashes and braces where it is too long for a line. */
+function path(words, title) {
+  const parts = words.split(/(?<=[/,.])/);
+  return el("span", { class: "path", title }, parts.map((part, i) => (i ? [el("wbr"), part] : part)));
+}
+
+/** A source line without its folders, which its title has. */
+function sourceLine(source) {
+  return path(shortSource(source), source);
 }
 
 function percent(part, whole) {

@@ -16,7 +16,7 @@ function table(label, columns, rows, text, group) {
   });
   heads.forEach((head, i) => head.firstElementChild?.addEventListener("click", () => sortBy(heads, head, columns[i], made, body)));
   body.append(...made.map((one) => one.line));
-  const whole = el("table", { "aria-label": label }, el("thead", {}, el("tr", {}, heads)), body);
+  const whole = el("table", { "aria-label": label, class: columns.some((column) => column.kind === "words") ? "many" : null }, el("thead", {}, el("tr", {}, heads)), body);
   const box = el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": `${label}, scrolls sideways` }, whole);
   return rows.length > ROWS ? [box, foldRows(body, rows.length)] : [box];
 }
@@ -50,15 +50,15 @@ function arrays(data) {
   const legend = el("ul", { class: "legend" }, axes.map((axis, i) =>
     el("li", {}, svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, cutLine(i, 0, 6, 22, 6)), `cut over ${axis.name} (${axis.size}), for ${axis.purpose}`)));
   const columns = [
-    { name: "array", by: (a) => a.pattern, cell: (a) => arrayName(a) },
-    { name: "how it is cut", cell: (a) => [glyph(a), " ", shapeOf(a, axes)] },
-    { name: "spec", by: (a) => a.spec, cell: (a) => el("code", {}, a.spec) },
+    { name: "array", kind: "words", by: (a) => a.pattern, cell: (a) => arrayName(a) },
+    { name: "how it is cut", kind: "cut", cell: (a) => [glyph(a), " ", shapeOf(a, axes)] },
+    { name: "spec", by: (a) => a.spec, cell: (a) => path(a.spec) },
     { name: "in all", number: true, by: (a) => a.nbytes, cell: (a) => size(a.nbytes) },
     { name: "on a device", number: true, by: (a) => a.device_bytes, cell: (a) => size(a.device_bytes) },
-    { name: "next-best layout", cell: (a) => (a.others.length ? el("code", {}, a.others[0].spec) : "no other") },
+    { name: "next-best layout", cell: (a) => (a.others.length ? path(a.others[0].spec) : "no other") },
     { name: "would cost", number: true, by: (a) => a.others[0]?.more_s ?? Infinity, cell: (a) => costOf(a.others[0]) },
   ];
-  if (own) columns.push({ name: "yours", by: (a) => own.specs[a.first] ?? "", cell: (a) => el("code", {}, own.specs[a.first] ?? "whole") });
+  if (own) columns.push({ name: "yours", by: (a) => own.specs[a.first] ?? "", cell: (a) => path(own.specs[a.first] ?? "whole") });
   const cutBy = (a) => a.cuts.flat().map((i) => axes[i].name).join(" ");
   const text = (a) => [a.pattern, a.first, a.spec, a.dtype, a.shape.join("x"), cutBy(a), a.why].join(" ");
   const about = "Equal arrays share a row, so equal layers are folded; open a row for the reasons. The cost of another layout is that of " +
@@ -67,10 +67,10 @@ function arrays(data) {
 }
 
 function arrayName(a) {
-  const others = a.others.map((o) => el("li", {}, el("code", {}, o.spec), `: ${costOf(o)} a step`));
+  const others = a.others.map((o) => el("li", {}, path(o.spec), `: ${costOf(o)} a step`));
   const inside = [el("pre", {}, a.why), others.length ? el("h3", {}, "Other layouts, all else held") : null, others.length ? el("ul", {}, others) : null];
   const times = a.count > 1 ? ` (${count(a.count, "array")})` : "";
-  return el("details", {}, el("summary", {}, el("span", { class: "path" }, a.pattern), times), inside);
+  return el("details", {}, el("summary", {}, path(a.pattern), times), inside);
 }
 
 function costOf(other) {
@@ -114,14 +114,14 @@ function collectives(data) {
   const total = data.figures.communication_s;
   const columns = [
     { name: "collective", by: (c) => c.kind, cell: (c) => [kindChip(c.kind), c.program ? el("div", { class: "about" }, c.program) : null] },
-    { name: "over", by: (c) => c.axes.join(), cell: (c) => c.axes.map((name) => axisNamed(data.axes, name)) },
+    { name: "over", kind: "over", by: (c) => c.axes.join(), cell: (c) => c.axes.map((name) => axisNamed(data.axes, name)) },
     { name: "times", number: true, by: (c) => c.times, cell: (c) => String(Number(c.times.toPrecision(6))) },
     { name: "bytes of one", number: true, by: (c) => c.nbytes, cell: (c) => size(c.nbytes) },
     { name: "sent in a step", number: true, by: (c) => c.wire_bytes, cell: (c) => size(c.wire_bytes) },
     { name: "seconds", number: true, by: (c) => c.seconds, cell: (c) => `${seconds(c.seconds)} (${percent(c.seconds, total)})` },
     { name: "exposed", number: true, by: (c) => c.exposed_s, cell: (c) => seconds(c.exposed_s) },
-    { name: "source line", by: (c) => c.source, cell: (c) => el("span", { class: "path", title: c.source }, shortSource(c.source)) },
-    { name: "moves", by: (c) => c.arrays[0] ?? "", cell: (c) => namesOf(c.arrays) },
+    { name: "source line", by: (c) => c.source, cell: (c) => sourceLine(c.source) },
+    { name: "moves", kind: "words", by: (c) => c.arrays[0] ?? "", cell: (c) => namesOf(c.arrays) },
   ];
   const text = (c) => [c.kind, c.axes.join(" "), c.program, c.source, ...c.arrays].join(" ");
   const f = data.figures;
@@ -133,7 +133,7 @@ function collectives(data) {
 
 function namesOf(names) {
   if (!names.length) return "a value between ops";
-  const first = el("span", { class: "path" }, names[0]);
+  const first = path(names[0]);
   if (names.length === 1) return first;
   return el("details", {}, el("summary", {}, first, ` and ${names.length - 1} more`), el("pre", {}, names.slice(1).join("\n")));
 }
@@ -168,28 +168,29 @@ function baselines(data) {
   const reasons = new Map();
   data.left_out.forEach(([name, reason]) => reasons.set(reason, [...(reasons.get(reason) ?? []), name]));
   const missing = [...reasons].map(([reason, names]) => el("p", { class: "about" }, `Not possible: ${names.join(", ")} (${reason}).`));
-  const about = "Shardings that people use today, each at its best, in the same cost model. Hatched bars do not fit into memory.";
+  const about = "Shardings that people use today, each at its best, in the same cost model. Hatched bars do not fit into memory; " +
+    "bars end at six times the plan's step.";
   return section("baselines", "Baselines", about, table("Baselines", columns, rows, (b) => b.name, "plans"), missing, own ? losses(own) : null);
 }
 
 /** Where the user's own sharding loses against the plan. */
 function losses(own) {
   const columns = [
-    { name: "array", by: (l) => l.path, cell: (l) => [el("span", { class: "path" }, l.path), l.together.length > 1 ? ` and ${l.together.length - 1} with it` : null] },
-    { name: "yours", cell: (l) => el("code", {}, l.given) },
-    { name: "instead", cell: (l) => el("code", {}, l.instead) },
+    { name: "array", kind: "words", by: (l) => l.pattern, cell: (l) => [path(l.pattern), l.together > 1 ? ` and ${l.together - 1} with ${l.count > 1 ? "each" : "it"}` : null] },
+    { name: "yours", cell: (l) => path(l.given) },
+    { name: "instead", cell: (l) => path(l.instead) },
     { name: "gains", number: true, by: (l) => l.seconds, cell: (l) => seconds(l.seconds) },
     { name: "sends less", number: true, by: (l) => l.bytes, cell: (l) => size(l.bytes) },
-    { name: "most of it at", by: (l) => l.source, cell: (l) => el("span", { class: "path", title: l.source }, shortSource(l.source)) },
+    { name: "most of it at", by: (l) => l.source, cell: (l) => sourceLine(l.source) },
   ];
   const unasked = [
     { name: "collective", by: (u) => u.kind, cell: (u) => kindChip(u.kind) },
     { name: "bytes", number: true, by: (u) => u.bytes, cell: (u) => size(u.bytes) },
     { name: "seconds", number: true, by: (u) => u.seconds, cell: (u) => seconds(u.seconds) },
-    { name: "moves", by: (u) => u.tensor, cell: (u) => el("span", { class: "path" }, u.tensor) },
-    { name: "source line", by: (u) => u.source, cell: (u) => el("span", { class: "path", title: u.source }, shortSource(u.source)) },
+    { name: "moves", kind: "words", by: (u) => u.tensor, cell: (u) => path(u.tensor) },
+    { name: "source line", by: (u) => u.source, cell: (u) => sourceLine(u.source) },
   ];
-  const said = (l) => [l.path, ...l.together, l.given, l.instead, l.source].join(" ");
+  const said = (l) => [l.pattern, l.given, l.instead, l.source].join(" ");
   return [
     el("h3", {}, "Your sharding: what a step gains if one array alone lies otherwise (these do not add up)"),
     own.losses.length ? table("Losses of your sharding", columns, own.losses, said, "losses") : el("p", {}, "No array alone would gain."),

@@ -23,10 +23,18 @@ function filled(element, attributes, children) {
 
 // -- numbers as words: the same rules as in the command line ---------------------------------------------------------------
 
+/** A number rounded to three digits; of two that are equally near, the even one, as Python does. */
+function rounded(value) {
+  const digits = Math.abs(value).toPrecision(60).replace(/e.*$/, "").replace(/\D/g, "").replace(/^0+/, "");
+  if (!/^..[02468]50*$/.test(digits)) return Number(value.toPrecision(3));
+  const exponent = Number(value.toExponential().split("e")[1]);
+  return Math.sign(value) * Number(`${digits.slice(0, 3)}e${exponent - 2}`);
+}
+
 function threeDigits(value) {
   if (value === 0) return "0";
-  const decimals = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(Number(value.toPrecision(3))))));
-  return Number(value.toPrecision(3)).toFixed(decimals);
+  const shown = rounded(value);
+  return shown.toFixed(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(shown)))));
 }
 
 function scaled(value, units, base) {

@@ -19,6 +19,7 @@ import shardplan
 from models import gpt
 from shardplan.report.tables import seconds, size
 from shardplan.shell.plan_of_step import Plan
+from tests.machines import machine
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -48,8 +49,8 @@ class _Body(HTMLParser):
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    step, args = gpt.train_step(layers=2, width=128, sequence=32, batch=32, vocabulary=256)
-    return shardplan.plan(step, *args, cluster="2x2", donate_argnums=0)
+    step, args = gpt.train_step(layers=2, width=64, batch=16)
+    return shardplan.plan(step, *args, cluster=machine("2x2:slow"), donate_argnums=0)
 
 
 @pytest.fixture(scope="module")

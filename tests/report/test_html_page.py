@@ -23,6 +23,7 @@ from shardplan.report.html_timeline import bars_of, columns_of
 from shardplan.report.plan_text import best_baseline
 from shardplan.search.memory.liveness import whole_bytes
 from shardplan.shell.plan_of_step import Plan
+from tests.machines import machine
 
 HOSTILE = "<script>document.title='changed'</script>&<img src=x onerror=alert(1)>"
 
@@ -65,8 +66,8 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    step, args = gpt.train_step(layers=3, width=256, sequence=64, batch=32, vocabulary=512)
-    return shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0)
+    step, args = gpt.train_step(layers=3, width=64, batch=16)
+    return shardplan.plan(step, *args, cluster=machine("2x2:slow"), donate_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_a_page_is_written_whole_or_refused(plan: Plan, text: str, tmp_path: Pat
 
 def test_a_loaded_plan_has_the_same_arrays_and_seconds(plan: Plan, data: dict[str, Any], tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
-    step, args = gpt.train_step(layers=3, width=256, sequence=64, batch=32, vocabulary=512)
+    step, args = gpt.train_step(layers=3, width=64, batch=16)
     loaded = Parsed(shardplan.load(tmp_path / "plan.json", step, *args).html(title="gpt")).data
     for part in ("figures", "arrays", "parts", "memory", "collectives", "baselines", "timeline"):
         assert loaded[part] == data[part], part
@@ -162,7 +163,7 @@ def test_the_head_has_the_plans_figures(plan: Plan, data: dict[str, Any]) -> Non
     assert figures["best_baseline"] == {"name": best.name, "step_time_s": best.step_time_s}
     assert {axis["name"]: axis["size"] for axis in data["axes"]} == plan.axes
     assert data["matrix"]["factors"] == plan.matrix["factors"]
-    assert data["cluster"]["devices"] == 8
+    assert data["cluster"]["devices"] == 4
 
 
 def test_every_array_is_in_one_row_with_its_cuts(plan: Plan, data: dict[str, Any]) -> None:
@@ -196,6 +197,7 @@ def test_the_next_best_layout_costs_what_the_search_says(plan: Plan, data: dict[
 
 def test_the_seconds_add_up_to_compute_and_communication(plan: Plan, data: dict[str, Any]) -> None:
     parts = data["parts"]
+    assert plan.communication_s > 0
     compute_s = sum(p["seconds"] for p in parts if p["kind"] in (FORWARD, BACKWARD))
     assert compute_s == pytest.approx(plan.compute_s)
     assert sum(p["seconds"] for p in parts) == pytest.approx(plan.serial_s)
@@ -214,6 +216,7 @@ def test_small_parts_are_joined_without_a_loss(plan: Plan, monkeypatch: pytest.M
 
 def test_collectives_are_folded_without_a_loss(plan: Plan, data: dict[str, Any]) -> None:
     rows = data["collectives"]
+    assert 0 < len(rows) < len(plan.collectives)
     assert sum(r["wire_bytes"] for r in rows) == pytest.approx(plan.communication_bytes)
     assert sum(r["seconds"] for r in rows) == pytest.approx(plan.communication_s)
     assert sum(r["exposed_s"] for r in rows) == pytest.approx(plan.exposed_s)

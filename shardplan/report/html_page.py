@@ -84,7 +84,7 @@ def page(data: PageData, plan: PlanData) -> str:
         ("STYLE", style),
         ("TEXT", escape(plan_text(plan, title=data.title))),
         ("SCRIPT", script),
-        ("DATA", script_json(asdict(data))),  # last: what it holds is never searched for marks
+        ("DATA", script_json(asdict(data))),
     ):
         head, found, tail = text.partition(f"<!--{mark}-->")
         assert found, f"page.html has no place for {mark}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import shardplan
 from models import gpt, llama
 from shardplan.errors import ShardplanError
 from shardplan.ir import spec_text
+from shardplan.mesh import Cluster
 from shardplan.report.html_collectives import folded_collectives
 from shardplan.report.html_seconds import BACKWARD, FORWARD, layer_of, parts_of
 from shardplan.report.html_timeline import bars_of, columns_of
@@ -114,7 +116,7 @@ def test_names_are_never_markup() -> None:
         return {name: w - x.sum() for name, w in weights.items()}
 
     args = ({HOSTILE: jax.ShapeDtypeStruct((64, 64), jnp.float32)}, jax.ShapeDtypeStruct((64,), jnp.float32))
-    plan = shardplan.plan(step, *args, cluster="2")
+    plan = shardplan.plan(step, *args, cluster=replace(Cluster.load("2"), name=HOSTILE))
     text = plan.html(title=HOSTILE)
     page = Parsed(text)
     assert_needs_no_network(text)
@@ -317,6 +319,7 @@ def test_llama_70b_stays_small() -> None:
     assert len(text.encode()) < MOST / 4
     timeline = Parsed(text).data["timeline"]
     assert not timeline["whole"]
+    assert sum(p["seconds"] for p in Parsed(text).data["parts"]) == pytest.approx(plan.serial_s)  # loops count
     assert all(len(s["start_s"]) <= 600 for s in timeline["streams"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from shardplan.plans.data import PlanData
@@ -44,7 +44,10 @@ def plan_fragment(plan: PlanData) -> str:
 def _matrix(plan: PlanData) -> str:
     matrix = plan.matrix
     rows = [[axis, *map(str, row)] for axis, row in zip(matrix["axes"], matrix["factors"], strict=True)]
-    return _table(("axis", *matrix["levels"]), rows, numbers=1) + f"<div>{escape(purposes_text(plan))}</div>"
+    return (
+        _table(("axis", *matrix["levels"]), rows, range(1, 1 + len(matrix["levels"])))
+        + f"<div>{escape(purposes_text(plan))}</div>"
+    )
 
 
 def _collectives(plan: PlanData) -> str:
@@ -59,7 +62,7 @@ def _collectives(plan: PlanData) -> str:
         for row in rows[:_ROWS]
     ]
     more = f"<div>and {len(rows) - _ROWS} more rows</div>" if len(rows) > _ROWS else ""
-    return _table(("collective", "over", "times", "on the wire", "time", "most of it at"), cells) + more
+    return _table(("collective", "over", "times", "on the wire", "time", "most of it at"), cells, (2, 3, 4)) + more
 
 
 def _baselines(plan: PlanData) -> str:
@@ -72,7 +75,7 @@ def _baselines(plan: PlanData) -> str:
         ]
         for row in rows
     ]
-    return _table(("plan", "step time", "memory", "fits", ""), cells)
+    return _table(("plan", "step time", "memory", "fits", ""), cells, (1, 2))
 
 
 class _Bar(str):
@@ -83,14 +86,13 @@ class _Bar(str):
         return super().__new__(cls, f'<span class="{look}" style="width: {round(180 * part)}px"></span>')
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 99) -> str:
-    """A table; cells from column ``numbers`` on, and those that begin with a digit, go right."""
-    head = f"<tr>{''.join(f'<th>{escape(h)}</th>' for h in heads)}</tr>" if heads else ""
-    body = "".join(f"<tr>{''.join(_cell(c, i >= numbers) for i, c in enumerate(row))}</tr>" for row in rows)
-    return f'<div class="wide"><table>{head}{body}</table></div>'
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    """A table; the cells of the columns ``numbers`` go right."""
+    head = "".join(_cell("th", text, i in numbers) for i, text in enumerate(heads))
+    body = "".join(f"<tr>{''.join(_cell('td', text, i in numbers) for i, text in enumerate(row))}</tr>" for row in rows)
+    return f'<div class="wide"><table>{f"<tr>{head}</tr>" if heads else ""}{body}</table></div>'
 
 
-def _cell(text: str, number: bool) -> str:
-    if isinstance(text, _Bar):
-        return f"<td>{text}</td>"
-    return f'<td class="number">{escape(text)}</td>' if number or text[:1].isdigit() else f"<td>{escape(text)}</td>"
+def _cell(tag: str, text: str, number: bool) -> str:
+    look = ' class="number"' if number else ""
+    return f"<{tag}{look}>{text if isinstance(text, _Bar) else escape(text)}</{tag}>"

@@ -204,6 +204,7 @@ function main() {
   document.getElementById("main").append(...sections.map((make) => make(data)));
   listenToSearch();
   drawAll();
+  if (/^#\w+$/.test(location.hash)) document.querySelector(location.hash)?.scrollIntoView(); // it was not there when the page was loaded
   document.body.dataset.ready = "yes";
 }
 

@@ -17,7 +17,7 @@ from shardplan.ir import Collective, Entry, Layout, spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
-from shardplan.report.paths import grouped
+from shardplan.report.paths import Group, grouped
 from shardplan.report.peak_text import peak_lines
 from shardplan.report.plan_text import (
     argument_shapes,
@@ -43,16 +43,21 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
     Raises:
         ShardplanError: if no argument matches.
     """
-    why = _why(plan, session)
     if path is None:
-        return "\n\n".join([why.whole(), *remarks(plan)])
+        return "\n\n".join([_why(plan, session).whole(), *remarks(plan)])
     paths = tuple(plan.entries)
     hits = [p for p in paths if p == path] or [p for p in paths if fnmatch.fnmatchcase(p, path)]
     if not hits:
         raise ShardplanError(unknown(path, paths))
     shapes = argument_shapes(plan)
     groups = grouped({p: (spec_text(plan.entries[p]), shapes[p]) for p in hits})
-    return "\n\n".join([*(why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups), *remarks(plan)])
+    return "\n\n".join([*explain_groups(plan, session, groups), *remarks(plan)])
+
+
+def explain_groups(plan: PlanData, session: Session, groups: Sequence[Group]) -> list[str]:
+    """The explanation of the first argument of each group, under the group's pattern."""
+    why = _why(plan, session)
+    return [why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups]
 
 
 def remarks(plan: PlanData) -> list[str]:

@@ -39,6 +39,11 @@ def plan_text(plan: PlanData, *, title: str = "the step") -> str:
 
 
 def _head(plan: PlanData, title: str) -> str:
+    return "\n".join(f"{name:<11} {text}" for name, text in plan_facts(plan, title))
+
+
+def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
+    """What is said first of a plan, as (name, text); a text without a name continues the one before it."""
     cluster = plan.cluster
     devices = math.prod(level.size for level in cluster.levels)
     links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
@@ -59,8 +64,7 @@ def _head(plan: PlanData, title: str) -> str:
     rows += [("note", _STOPPED[plan.stopped])] if plan.stopped else []
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
     rows += [("note", f"{what} whole on every device: {where}") for what, where in _whole(plan)]
-    rows += [("note", text) for text in (*plan.idle_axes.values(), *constants_text(plan))]
-    return "\n".join(f"{name:<11} {text}" for name, text in rows)
+    return rows + [("note", text) for text in (*plan.idle_axes.values(), *constants_text(plan))]
 
 
 def placements_text(tried: Sequence[TriedPlacement]) -> str:
@@ -102,11 +106,16 @@ def _whole(plan: PlanData) -> list[tuple[str, str]]:
 
 def _step_time(plan: PlanData) -> str:
     """The step's seconds, what they are spent on, and both bounds (nothing overlaps, one hides the other)."""
+    bounds = f"{seconds(plan.serial_s)} one after the other, {seconds(plan.hidden_s)} perfectly hidden"
+    return f"{spent_text(plan)}; {bounds}"
+
+
+def spent_text(plan: PlanData) -> str:
+    """The step's seconds, and what they are spent on."""
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
         spent += f" ({seconds(plan.exposed_s)} of it exposed)"
-    bounds = f"{seconds(plan.serial_s)} one after the other, {seconds(plan.hidden_s)} perfectly hidden"
-    return f"{seconds(plan.step_time_s)}: {spent}; {bounds}"
+    return f"{seconds(plan.step_time_s)}: {spent}"
 
 
 def remat_text(remat: Remat) -> str:

@@ -182,5 +182,6 @@ def _files_read(options: argparse.Namespace) -> dict[str, list[str]]:
         "--cluster": [word for part in clusters for word in (part, *part.split("@")) if word],
         "--plan": [plan] if plan else [],
         "--price": [price] if price else [],
+        **{f"--{name}": [file] for name in ("specs", "rules") if (file := getattr(options, name, None))},
         "--start": [name.strip() for name in starts.split(",") if name.strip()],
     }

@@ -74,14 +74,15 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.plan_text import plan_text
     from shardplan.shell.placed_plan import PlacedPlan
 
-    check_outputs({"-o": options.output, "--draw": options.draw}, options)
+    check_outputs({"-o": options.output, "--draw": options.draw, "--html": options.html}, options)
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
     made, _, _ = target_plan(options)
     if isinstance(made, PlacedPlan):
-        if options.output or options.draw is not None:
+        if options.output or options.draw is not None or options.html is not None:
             raise ShardplanError(
-                "a plan with groups of devices cannot be saved or drawn yet: leave out -o and --draw, or give --placement one"
+                "a plan with groups of devices cannot be saved or drawn yet: leave out -o, --draw and --html, or give "
+                "--placement one"
             )
         figures = made.figures(options.target)
         return Report(placed_text(figures), placed_json(figures))
@@ -93,6 +94,9 @@ def _plan(options: argparse.Namespace) -> Report:
     if options.draw is not None:
         made.draw(options.draw, title=options.target)
         text += f"\n\ndrawn in {options.draw}"
+    if options.html is not None:
+        made.html(options.html, title=options.target)
+        text += f"\n\npage in {options.html}"
     return Report(text, plan_json(data))
 
 
@@ -175,6 +179,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     add_target_options(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     one.add_argument("--draw", metavar="FILE", help="save a picture of how each layer is cut (.png, .svg or .pdf)")
+    one.add_argument("--html", metavar="FILE", help="save the whole plan as one HTML page, which needs no network")
 
     one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
     add_target_options(one)

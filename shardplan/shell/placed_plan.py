@@ -174,6 +174,16 @@ class PlacedPlan(PlannedStep):
         """The step, what each group runs and holds, and where arguments lie."""
         return placed_text(self.figures(title))
 
+    def html(self, file: str | os.PathLike[str] | None = None, **options: Any) -> str:
+        """Refused: there is no page for plans with groups of devices yet.
+
+        Raises:
+            ShardplanError: always.
+        """
+        raise ShardplanError(
+            "a plan with groups of devices has no HTML page yet: print plan.text(), or plan with placement='one'"
+        )
+
     # -- layouts and devices -----------------------------------------------------------------------------------------
 
     @property

@@ -32,10 +32,14 @@ from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.fit import unfit
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
+from shardplan.plans.score import Score
 from shardplan.plans.summary import baselines, collectives_of, decided, session_of
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
+from shardplan.report.html_fragment import plan_fragment
+from shardplan.report.html_page import page, page_data
+from shardplan.report.plan_lines import plan_lines
 from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
 from shardplan.search.inference.anytime import Stopped
@@ -72,8 +76,11 @@ class Plan(PlannedStep, Figures):
         self.traced, self.program, self.graph, self.step, self.user_mesh = traced, program, graph, step, user_mesh
 
     def __repr__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.axes.items())
-        return f"<Plan of {self.operators} operators on {self.cluster.name} ({mesh}): {self.step_time_s:.3g} s a step>"
+        return plan_lines(self._data)
+
+    def _repr_html_(self) -> str:
+        """The plan in notebooks. The bound and the baselines are computed now if they are missing."""
+        return plan_fragment(self.completed())
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
@@ -435,6 +442,23 @@ class Plan(PlannedStep, Figures):
         suffix = picture_format(os.fspath(file))
         shown = drawing(self.planned)
         write_whole(Path(file), picture(shown, title=_heading(title, self.cluster.name), suffix=suffix))
+
+    def html(self, file: str | os.PathLike[str] | None = None, *, title: str = "", score: Score | None = None) -> str:
+        """The plan as one HTML page that needs no network; with a ``file``, it is written there too, whole or not at all.
+
+        The page has the cluster, how each array is cut and what its next-best layouts would cost, the seconds by layer and source
+        line, the memory over the step, the collectives, the baselines, and the simulated timeline. With a ``score``
+        (`shardplan.score` of the same step), the user's own sharding stands beside the plan.
+
+        Raises:
+            ShardplanError: if the file cannot be written.
+        """
+        data = self.completed()
+        shown = page_data(data, self.session, self.planned, self.simulate(), title=title, score=score)
+        text = page(shown, data)
+        if file is not None:
+            write_whole(Path(file), text)
+        return text
 
 
 def _heading(title: str, cluster: str) -> str:

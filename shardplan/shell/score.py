@@ -65,6 +65,20 @@ def score(
         ClusterError: for a mesh that does not lie on the cluster's levels.
         MemoryLimitError: if no plan fits.
     """
+    return scored(step, *args, cluster=cluster, in_shardings=in_shardings, rules=rules, mesh=mesh, measure=measure, **options)[0]
+
+
+def scored(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterLike,
+    in_shardings: Any = (),
+    rules: Any = (),
+    mesh: Mesh | Mapping[str, int] | None = None,
+    measure: bool = False,
+    **options: Any,
+) -> tuple[Score, Plan]:
+    """`score`, and the plan that the user's sharding is priced beside."""
     if unknown := sorted(set(options) - _OPTIONS):
         raise ShardplanError(f"score has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     if in_shardings != () and rules != ():
@@ -72,7 +86,8 @@ def score(
     given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
     axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
     mine = _priced(step, args, cluster, given, axes, options)
-    return _score(plan_step(step, *args, cluster=cluster, traced=mine.traced, **options), mine, given, axes, measure=measure)
+    plan = plan_step(step, *args, cluster=cluster, traced=mine.traced, **options)
+    return _score(plan, mine, given, axes, measure=measure), plan
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.report.report import Report
-from shardplan.shell.arguments import add_command, add_target_options
+from shardplan.shell.arguments import add_command, add_target_options, check_outputs
 
 _PLAN_ALONE = {"pin": "--specs or --rules say how arguments lie", "axes": "--mesh names axes", "factors": "--mesh names axes"}
 _UNSUPPORTED = ("microbatches", "placement")
@@ -28,6 +28,7 @@ def add_score_command(commands: Any) -> None:
     one.add_argument(
         "--mesh", metavar="AXIS=N", help="the axes of the specs, slowest first: data=4,tensor=2 (default: the levels)"
     )
+    one.add_argument("--html", metavar="FILE", help="save the plan as one HTML page, with your sharding beside it")
     one.add_argument("--measure", action="store_true", help="compile it for simulated devices, and count what XLA sends")
 
 
@@ -36,10 +37,11 @@ def _score(options: argparse.Namespace) -> Report:
     from shardplan.report import Progress
     from shardplan.report.score_text import score_text
     from shardplan.shell.factor_options import read_axes
-    from shardplan.shell.score import score
+    from shardplan.shell.score import scored
     from shardplan.shell.target import load_target, read_options, simulate, use_cpu
 
     _check(options)
+    check_outputs({"--html": options.html}, options)
     mesh = None if options.mesh is None else read_axes([options.mesh], "--mesh")
     file = Path(options.specs or options.rules)
     rules, axes = _read(file, paths=options.specs is not None)
@@ -52,7 +54,7 @@ def _score(options: argparse.Namespace) -> Report:
     step, args = load_target(options.target, read_options(options.set))
     with Progress() as progress:
         try:
-            found = score(
+            found, plan = scored(
                 step,
                 *args,
                 cluster=cluster,
@@ -70,7 +72,11 @@ def _score(options: argparse.Namespace) -> Report:
             )
         except PinError as error:
             raise PinError(f"{file}: {error}", pins=error.pins) from error
-    return Report(score_text(found, title=options.target), found.to_json())
+    text = score_text(found, title=options.target)
+    if options.html is not None:
+        plan.html(options.html, title=options.target, score=found)
+        text += f"\n\npage in {options.html}"
+    return Report(text, found.to_json())
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -179,6 +179,14 @@ def test_a_plan_is_drawn(run: Callable[..., Any], target: str) -> None:
     assert "cut over node (2)" in Path("plan.svg").read_text()
 
 
+def test_a_plan_is_saved_as_a_page(run: Callable[..., Any], target: str) -> None:
+    code, out, _ = run("plan", target, "--cluster", "2x2", "--html", "plan.html")
+    assert (code, out.endswith("page in plan.html\n")) == (0, True)
+    page = Path("plan.html").read_text()
+    assert "<title>small.py:train_step on 2x2: shardplan</title>" in page
+    assert out.partition("planned in")[0].splitlines()[3].strip() in page  # the step time, as text for readers without JavaScript
+
+
 def test_a_step_without_products_is_drawn_as_one(run: Callable[..., Any], target: str) -> None:
     Path("plain.py").write_text("import jax.numpy as jnp\ndef train_step():\n    return (lambda x: x + 1), (jnp.ones((8, 8)),)\n")
     code, _, _ = run("plan", "plain.py:train_step", "--cluster", "2x2", "--draw", "plan.svg")
@@ -284,6 +292,9 @@ MISTAKES = [
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "plan.jpeg"], "'plan.jpeg': a drawing is written as .png"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "no/such/plan.png"], "cannot write"),
     (["plan", "small.py:train_step", "--cluster", "2x4", "-o", "plan.png", "--draw", "./plan.png"], "both name"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--html", "no/such/plan.html"], "cannot write"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--draw", "plan.svg", "--html", "./plan.svg"], "both name"),
+    (["plan", "small.py:train_step", "--cluster", "2x4", "--html", ""], "--html is empty"),
     (["verify", "small.py:train_step", "--cluster", "8x8"], "64"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--steps", "0"], "--steps: 0 is less than 1"),
     (["verify", "small.py:train_step", "--cluster", "2x4", "--backend", "magic"], "invalid choice"),

@@ -357,6 +357,7 @@ def test_what_a_command_reads_is_not_overwritten(code: str, capsys: pytest.Captu
     for words, says in (
         (["plan", f"{module}:fine", "--cluster", "2x4", "-o", f"{module}.py"], "which TARGET reads"),
         (["plan", f"{module}.py:fine", "--cluster", "2x4", "--draw", f"./{module}.py"], "which TARGET reads"),
+        (["plan", f"{module}.py:fine", "--cluster", "2x4", "--html", f"./{module}.py"], "which TARGET reads"),
         (["plan", f"{module}:fine", "--cluster", "c.toml 2x4", "-o", "c.toml"], "which --cluster reads"),
         (["simulate", f"{module}:fine", "--cluster", "2x4@c.toml", "-o", str(Path("c.toml").resolve())], "which --cluster reads"),
     ):

@@ -307,6 +307,19 @@ def test_what_plan_prints_is_a_file_of_specs(files: Path, capsys: pytest.Capture
     assert found["axes"] == {"node": 2, "gpu0": 2, "gpu1": 2}
 
 
+def test_the_score_is_saved_as_a_page(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "rules.json").write_text(json.dumps({"*kernel": "P('gpu')"}))
+    argv = ["score", "models.mlp:train_step", "--cluster", "2x2", "--set", "width=512", "--rules", "rules.json", "--html"]
+    assert main([*argv, "plan.html"]) == 0
+    assert capsys.readouterr().out.endswith("page in plan.html\n")
+    page = (files / "plan.html").read_text()
+    own = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])["own"]
+    assert own["specs"]
+    assert set(own["specs"].values()) <= {"P('gpu')", "P()"}
+    assert main([*argv, "rules.json"]) == 2
+    assert "which --rules reads" in capsys.readouterr().err
+
+
 def test_the_report_names_the_losses(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "rules.toml").write_text('"batch/*" = "P(\'data\')"\n"*kernel" = "P(None, \'tensor\')"\n')
     argv = ["score", "models.mlp:train_step", "--cluster", "2x4", "--rules", "rules.toml", "--mesh", "data=2,tensor=4"]

@@ -1,0 +1,91 @@
+"""The arrays of a step for the HTML page: equal ones folded, how each is cut, and what its next-best layouts would cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardplan.ir import spec_text
+from shardplan.plans.data import Argument, PlanData
+from shardplan.report.explain import explain_groups
+from shardplan.report.paths import Group, grouped
+from shardplan.search.coarsening.variables import FREE
+from shardplan.search.session import Session
+
+_OTHERS = 3
+"""The most other layouts that are shown of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLayout:
+    """Another layout of an array: with it and all else fixed, a step takes ``more_s`` seconds more."""
+
+    spec: str
+    more_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRow:
+    """Arrays that are alike: ``count`` of them, each of ``shape``, with ``cuts[d]`` the mesh axes (numbers) that cut dim d.
+
+    ``nbytes`` are those of all of them, ``device_bytes`` what one device holds of them. ``others`` are the cheapest other
+    layouts, and ``why`` the explanation of the choice; both are those of the first array, ``first``.
+    """
+
+    pattern: str
+    first: str
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    spec: str
+    cuts: tuple[tuple[int, ...], ...]
+    nbytes: int
+    device_bytes: float
+    others: tuple[OtherLayout, ...]
+    why: str
+
+
+def array_rows(plan: PlanData, session: Session) -> tuple[ArrayRow, ...]:
+    """The arguments of a step, those of equal shape and layout folded where their paths differ in numbers or names alone."""
+    arguments = {a.path: a for a in plan.arguments}
+    groups = grouped({a.path: (a.shape, a.dtype, a.layout) for a in plan.arguments})
+    others = _Others(plan, session)
+    reasons = explain_groups(plan, session, groups)
+    return tuple(_row(plan, arguments, g, others, why) for g, why in zip(groups, reasons, strict=True))
+
+
+def _row(plan: PlanData, arguments: dict[str, Argument], group: Group, others: _Others, why: str) -> ArrayRow:
+    one = arguments[group.paths[0]]
+    cuts = one.layout.dims if one.layout is not None else ((),) * len(one.shape)
+    nbytes = sum(arguments[path].nbytes for path in group.paths)
+    ways = math.prod(plan.factors[f].size for dim in cuts for f in dim)
+    return ArrayRow(
+        pattern=group.pattern,
+        first=one.path,
+        count=len(group.paths),
+        shape=one.shape,
+        dtype=one.dtype,
+        spec=spec_text(plan.entries[one.path]),
+        cuts=cuts,
+        nbytes=nbytes,
+        device_bytes=nbytes / ways,
+        others=others.of(one.path),
+        why=why,
+    )
+
+
+class _Others:
+    """The cheapest other layouts of arguments; those of arguments with one variable are worked out once."""
+
+    def __init__(self, plan: PlanData, session: Session) -> None:
+        self._session, self._names = session, tuple(plan.axes)
+        self._numbers = {path: i for i, path in enumerate(session.graph.input_paths)}
+        self._known: dict[int, tuple[OtherLayout, ...]] = {FREE: ()}
+
+    def of(self, path: str) -> tuple[OtherLayout, ...]:
+        """The cheapest other layouts of an argument; none where it has no choice."""
+        v = self._session.variable(self._numbers[path])
+        if v not in self._known:
+            found = self._session.alternatives(v)[:_OTHERS]
+            self._known[v] = tuple(OtherLayout(spec_text(a.layout.entries(self._names)), a.more_s) for a in found)
+        return self._known[v]

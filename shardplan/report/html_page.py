@@ -1,0 +1,181 @@
+"""A plan as one HTML page that needs no network: its data as JSON inside, drawn by the script in ``page/``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from shardplan.mesh.machine import Level
+from shardplan.planning.losses import Loss
+from shardplan.plans.data import PlanData
+from shardplan.plans.score import Score
+from shardplan.report.html_arrays import ArrayRow, array_rows
+from shardplan.report.html_collectives import CollectiveRow, folded_collectives
+from shardplan.report.html_memory import MemoryCurve, memory_curve
+from shardplan.report.html_seconds import Part, parts_of
+from shardplan.report.html_timeline import Bars, bars_of
+from shardplan.report.json import comparison_rows
+from shardplan.report.parallelism import purposes_text
+from shardplan.report.paths import Group, grouped
+from shardplan.report.plan_text import best_baseline, bound_text, plan_facts, plan_text
+from shardplan.report.tables import rate, seconds, size
+from shardplan.schedule import PlannedProgram
+from shardplan.search.session import Session
+from shardplan.simulate.figures import Simulated
+
+_PARTS = ("page.css", "page.js", "cluster.js", "tables.js", "charts.js")
+"""The files in ``page/`` that ``page.html`` takes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageData:
+    """All that a page shows. Seconds are of one step, bytes of one device."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    figures: Mapping[str, Any]
+    cluster: Mapping[str, Any]
+    matrix: Mapping[str, Any]
+    axes: tuple[Mapping[str, Any], ...]
+    arrays: tuple[ArrayRow, ...]
+    parts: tuple[Part, ...]
+    memory: MemoryCurve
+    collectives: tuple[CollectiveRow, ...]
+    baselines: tuple[Mapping[str, Any], ...]
+    left_out: tuple[tuple[str, str], ...]
+    own: Mapping[str, Any] | None
+    timeline: Bars
+
+
+def page_data(
+    plan: PlanData, session: Session, planned: PlannedProgram, shown: Simulated, *, title: str = "", score: Score | None = None
+) -> PageData:
+    """What the page of a completed plan shows; ``score`` is the user's own sharding beside it."""
+    return PageData(
+        title=title or "the step",
+        facts=tuple(plan_facts(plan, title or "the step")),
+        figures=_figures(plan),
+        cluster=_cluster(plan),
+        matrix={**plan.matrix, "words": purposes_text(plan)},
+        axes=_axes(plan),
+        arrays=array_rows(plan, session),
+        parts=parts_of(planned, plan.collectives),
+        memory=memory_curve(session),
+        collectives=folded_collectives(plan.collectives),
+        baselines=tuple(_figures_of(row) for row in comparison_rows(plan)),
+        left_out=plan.left_out,
+        own=None if score is None else _own(plan, score),
+        timeline=bars_of(shown),
+    )
+
+
+def page(data: PageData, plan: PlanData) -> str:
+    """The page as text. Readers without JavaScript get the plan as `plan_text` prints it."""
+    parts = {name: _part(name) for name in _PARTS}
+    text = _part("page.html")
+    style, script = parts.pop("page.css"), "\n".join(parts.values())
+    for mark, content in (
+        ("TITLE", escape(f"{data.title} on {plan.cluster.name}: shardplan")),
+        ("STYLE", style),
+        ("TEXT", escape(plan_text(plan, title=data.title))),
+        ("SCRIPT", script),
+        ("DATA", script_json(asdict(data))),
+    ):
+        head, found, tail = text.partition(f"<!--{mark}-->")
+        assert found, f"page.html has no place for {mark}"
+        text = head + content + tail
+    return text
+
+
+def script_json(value: Any) -> str:
+    """JSON that can stand in a script element: it holds none of the characters that end one or begin markup.
+
+    >>> script_json({"name": "</script>"})
+    '{"name":"\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+def _part(name: str) -> str:
+    return files("shardplan.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _figures(plan: PlanData) -> dict[str, Any]:
+    """The figures in the page's head."""
+    best = best_baseline(plan)
+    names = (
+        *("step_time_s", "compute_s", "communication_s", "exposed_s", "serial_s", "hidden_s", "communication_bytes"),
+        *("peak_bytes", "memory_limit", "memory_limit_origin", "operators", "backend"),
+    )
+    return {
+        **{name: getattr(plan, name) for name in names},
+        "arguments": len(plan.arguments),
+        "bound": bound_text(plan),
+        "best_baseline": None if best is None else {"name": best.name, "step_time_s": best.step_time_s},
+    }
+
+
+def _figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("name", "step_time_s", "communication_bytes", "peak_bytes", "fits")}
+
+
+def _cluster(plan: PlanData) -> dict[str, Any]:
+    """The machine: its levels, slowest first."""
+    cluster = plan.cluster
+    return {
+        "name": cluster.name,
+        "device": cluster.device.name,
+        "devices": math.prod(level.size for level in cluster.levels),
+        "levels": [_level(level) for level in cluster.levels],
+    }
+
+
+def _level(level: Level) -> dict[str, Any]:
+    return {"name": level.name, "size": level.size, "link": f"{rate(level.bandwidth_bytes_per_s)} {level.kind}"}
+
+
+def _axes(plan: PlanData) -> tuple[dict[str, Any], ...]:
+    """The mesh axes, slowest first, each with its level and what it is for."""
+    return tuple(
+        {"name": f.name, "size": f.size, "level": f.level, "purpose": shares[0][0], "shares": list(shares)}
+        for f, shares in zip(plan.factors, plan.purposes, strict=True)
+    )
+
+
+def _own(plan: PlanData, score: Score) -> dict[str, Any]:
+    """The user's own sharding beside the plan."""
+    return {
+        "step_time_s": score.step_time_s,
+        "communication_bytes": score.communication_bytes,
+        "peak_bytes": score.peak_bytes,
+        "fits": score.fits,
+        "axes": dict(score.axes),
+        "specs": {path: score.in_specs[path] for path in plan.entries if path in score.in_specs},
+        "losses": _losses(score),
+        "unasked": [asdict(row) for row in score.unasked],
+    }
+
+
+def _losses(score: Score) -> list[dict[str, Any]]:
+    """What the user's sharding loses, arrays that are alike in one row; a row's figures are those of one of them."""
+    known = {loss.path: loss for loss in score.losses}
+    alike = {p: (x.given, x.instead, seconds(x.seconds), size(x.bytes), x.source, len(x.together)) for p, x in known.items()}
+    return [_loss(group, known[group.paths[0]]) for group in grouped(alike)]
+
+
+def _loss(group: Group, one: Loss) -> dict[str, Any]:
+    return {
+        **{name: getattr(one, name) for name in ("given", "instead", "seconds", "bytes", "source")},
+        "pattern": group.pattern,
+        "count": len(group.paths),
+        "together": len(one.together),
+    }

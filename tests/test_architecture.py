@@ -368,6 +368,8 @@ NOT_FROZEN = {
     "schedule.prefetch.Ties": "the barriers of a body while it is spelled out",
     "schedule.passes.extents._Facts": "grows while classes are joined",
     "mesh.topology.Tier": "made by a topology alone",
+    "report.html_collectives._Row": "adds up the collectives of a row",
+    "report.html_seconds._Sum": "adds up the seconds of a part",
     "mesh.topology.Topology": "works out sizes at first use",
     "search.inference.anytime.Incumbent": "the best so far",
     "search.inference.anytime.Watch": "is closed when the search is over",

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
 
-.PHONY: attention docs-tables print-docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
+.PHONY: wheel attention docs-tables print-docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -44,6 +44,18 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/search.py
+
+# The wheel as users get it: in a fresh environment, with what it depends on and nothing of this checkout on the path.
+WHEEL_VENV := .venv-wheel
+wheel: $(VENV)/installed
+	rm -rf dist $(WHEEL_VENV)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check dist/shardplan-*.whl optax pytest
+	$(WHEEL_VENV)/bin/shardplan doctor
+	cd examples/project && ../../$(WHEEL_VENV)/bin/shardplan plan train.py:train_step --cluster 2x4 --html ../../dist/report.html
+	rm -rf dist/project && cp -r examples/project dist/project
+	cd dist/project && ../../$(WHEEL_VENV)/bin/python -m pytest --update-plans && ../../$(WHEEL_VENV)/bin/python -m pytest
 
 # The figures in docs/, each printed anew by the command in its marker: all of them, or those that contain a word of ONLY.
 # XLA's compiler for GPUs brings a gigabyte of packages, so this has an environment of its own.

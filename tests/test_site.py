@@ -29,7 +29,7 @@ import pytest
 from shardplan.shell import cli
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = """first_plan reading_a_plan for_fsdp_and_tp""".split()
+PAGES = """first_plan reading_a_plan for_fsdp_and_tp clusters memory verifying testing processes papers""".split()
 LONG = ("verify", "compare", "calibrate", "sweep", "place")
 """Commands that take long, or that start processes: they parse here, and those of `RUN` run in a slow test."""
 FENCE = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.M | re.S)

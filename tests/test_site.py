@@ -4,7 +4,7 @@ In a page, a fence of the language
 
 - ``python`` runs, in one namespace with those before it; one whose first line is ``# NAME.py`` is written to that file instead;
 - ``toml`` is written to the file that its first line names;
-- ``console`` has commands. Those of shardplan parse, and those that are cheap run;
+- ``console`` has commands. Those of shardplan parse, and they run where all of the console are cheap;
 - ``text`` is what the fence before it prints, with ``...`` for any text.
 
 Each page runs in a directory of its own, on simulated devices.
@@ -31,7 +31,7 @@ from shardplan.shell import cli
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = """first_plan reading_a_plan for_fsdp_and_tp clusters memory verifying testing processes papers""".split()
 LONG = ("verify", "compare", "calibrate", "sweep", "place")
-"""Commands that take long, or that start processes: they parse here, and those of `RUN` run in a slow test."""
+"""Commands that take long or start processes: a console that has one only parses. Slow tests run verifications and tests."""
 FENCE = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# (\S+\.(?:py|toml))\n")
 
@@ -53,10 +53,11 @@ def fences(name: str) -> Iterator[Fence]:
         yield Fence(page, found[1], found[2], whole.count("\n", 0, found.start(2)) + 1)
 
 
-def commands(text: str) -> list[list[str]]:
-    """The commands of a console, each as its words."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ ")]
+def shardplan_commands(fence: Fence) -> list[list[str]]:
+    """The words behind ``shardplan`` in each such command of a console; none for other fences."""
+    lines = fence.text.replace("\\\n", " ").splitlines() if fence.language == "console" else []
+    given = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines if line.startswith("$ ")]
+    return [words for program, *words in given if program == "shardplan"]
 
 
 def run(fence: Fence, namespace: dict[str, Any]) -> str:
@@ -70,10 +71,10 @@ def run(fence: Fence, namespace: dict[str, Any]) -> str:
         with contextlib.redirect_stdout(printed):
             exec(code, namespace)
     elif fence.language == "console":
-        for program, *words in commands(fence.text):
-            if program == "shardplan" and words[0] not in LONG:
-                with contextlib.redirect_stdout(printed):
-                    assert cli.main(words) == 0, words
+        given = shardplan_commands(fence)
+        for words in given if not any(words[0] in LONG for words in given) else ():
+            with contextlib.redirect_stdout(printed):
+                assert cli.main(words) == 0, words
     return printed.getvalue()
 
 
@@ -103,9 +104,8 @@ def test_a_page_runs(name: str, directory: Path) -> None:
 def test_the_commands_of_a_page_parse(name: str) -> None:
     parser = cli._parser()
     for fence in fences(name):
-        for program, *words in commands(fence.text) if fence.language == "console" else ():
-            if program == "shardplan":
-                parser.parse_args(words)
+        for words in shardplan_commands(fence):
+            parser.parse_args(words)
 
 
 @pytest.mark.slow
@@ -115,10 +115,20 @@ def test_the_verifications_of_a_page_pass(name: str, directory: Path, environmen
     for fence in fences(name):
         if FILE.match(fence.text):
             run(fence, {})
-        for program, *words in commands(fence.text) if fence.language == "console" else ():
-            if program == "shardplan" and words[0] == "verify":
-                command = [sys.executable, "-m", "shardplan", *words]
-                subprocess.run(command, check=True, env=environment | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+        for words in shardplan_commands(fence):
+            if words[0] in ("plan", "verify"):
+                subprocess.run([sys.executable, "-m", "shardplan", *words], check=True, env=environment)
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_page_pass(directory: Path, environment: dict[str, str]) -> None:
+    for fence in fences("testing"):
+        if FILE.match(fence.text):
+            run(fence, {})
+    for option in ("--update-plans", "-q"):
+        command = [sys.executable, "-m", "pytest", "-p", "shardplan.shell.pytest_plugin", "--shardplan-devices", "8", option]
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+        assert "2 passed" in done.stdout, done.stdout
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -30,6 +30,7 @@ from shardplan.shell import cli
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = """first_plan reading_a_plan for_fsdp_and_tp clusters memory verifying testing processes papers""".split()
+SLOW = ("memory",)
 LONG = ("verify", "compare", "calibrate", "sweep", "place")
 """Commands that take long or start processes: a console that has one only parses. Slow tests run verifications and tests."""
 FENCE = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.M | re.S)
@@ -90,7 +91,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.slow) if p in SLOW else p for p in PAGES])
 def test_a_page_runs(name: str, directory: Path) -> None:
     printed, namespace = "", {"__name__": "site"}
     for fence in fences(name):

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+import shardplan
 from shardplan.shell import cli
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -135,3 +136,8 @@ def test_the_tests_of_a_page_pass(directory: Path, environment: dict[str, str]) 
 def test_every_page_is_in_the_table_of_contents() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     assert [p.stem for p in sorted(DOCS.glob("*.md")) if p.stem != "index" and f"\n{p.stem}\n" not in index] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^\.\. auto\w+:: shardplan\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted([*shardplan.__all__, "testing"])

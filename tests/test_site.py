@@ -104,7 +104,7 @@ def test_a_page_runs(name: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_commands_of_a_page_parse(name: str) -> None:
-    parser = cli._parser()
+    parser, _ = cli._parser()
     for fence in fences(name):
         for words in shardplan_commands(fence):
             parser.parse_args(words)

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= 2
 
-.PHONY: wheel attention docs-tables print-docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
+.PHONY: wheel attention docs build-docs docs-tables print-docs-tables demo test test-all quick check format bench clean which test-attention test-matrix quick-oldest
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -64,6 +64,13 @@ docs-tables:
 
 print-docs-tables: $(VENV)/installed
 	$(BIN)/python benchmarks/docs_tables.py $(ONLY)
+
+# The site, in build/docs/index.html. Warnings are errors. Sphinx needs Python 3.13, so this has an environment of its own.
+docs:
+	$(MAKE) build-docs VENV=.venv-docs EXTRAS=docs
+
+build-docs: $(VENV)/installed
+	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
 
 # The Python and the packages that decide what the tests mean.
 which: $(VENV)/installed

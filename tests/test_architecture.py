@@ -96,7 +96,9 @@ def _module(path: Path) -> str:
 
 FILES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 FRONTS = {name: path for name, path in FILES.items() if path.name == "__init__.py"}
-EVERY_FILE = [p for d in ("shardplan", "models", "benchmarks", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))]
+EVERY_FILE = [
+    p for d in ("shardplan", "models", "benchmarks", "docs", "examples", "tests") for p in sorted((ROOT / d).rglob("*.py"))
+]
 
 
 def _ids(path: Path) -> str:

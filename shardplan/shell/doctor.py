@@ -31,7 +31,19 @@ NEEDED: Mapping[str, str] = {
 """The packages that shardplan cannot do without, each with what it is for."""
 
 _DEV = (
-    *("flatbuffers", "hypothesis", "matplotlib", "numba", "ml_dtypes", "optax", "pyright", "pytest", "pytest-xdist", "ruff"),
+    *(
+        "equinox",
+        "flatbuffers",
+        "hypothesis",
+        "matplotlib",
+        "numba",
+        "ml_dtypes",
+        "optax",
+        "pyright",
+        "pytest",
+        "pytest-xdist",
+        "ruff",
+    ),
     *("scikit-learn", "scipy-stubs", "types-networkx"),
 )
 
@@ -41,6 +53,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "gpu-aot": (("jax-cuda13-pjrt", "jax-cuda13-plugin"), "compiling for GPUs that are not there"),
     "export": (("flatbuffers",), "the planned step as StableHLO: export -o step.stablehlo"),
     "attention": (("tokamax",), "tokamax's attention kernels in models/"),
+    "docs": (("myst-parser", "sphinx", "sphinx-book-theme"), "the site: make docs"),
     "dev": (_DEV, "the tests, and the optimizers of models/ (optax)"),
 }
 """The extras of pyproject.toml: their packages, and what they are for."""

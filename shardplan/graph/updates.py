@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardplan.graph.nodes import Graph
 
@@ -17,11 +17,19 @@ def value_names(graph: Graph, output_paths: Sequence[str]) -> dict[int, str]:
 
 
 def updated(graph: Graph) -> dict[int, int]:
-    """The number of the argument that each value updates, by tensor; of several, the first.
+    """The number of the argument that each value updates, by tensor; of several, the first that the backward pass depends on: a
+    weight before its moments.
 
     A value updates an argument where the result that replaces the argument is made of it by elementwise ops on as many elements,
     and by ops that only move elements. A weight's gradient updates the weight, whatever the optimizer.
     """
+    before = _before_backward(graph)
+    moments = [t not in before for t in graph.inputs]
+
+    def first(of: Iterable[int]) -> int:
+        """The argument that gives the name."""
+        return min(of, key=lambda i: (moments[i], i))
+
     found = {t: i for t, i in zip(reversed(graph.outputs), reversed(graph.feedback), strict=True) if t >= 0 and i is not None}
     after: dict[int, list[int]] = {}
     for link in graph.links:
@@ -30,11 +38,24 @@ def updated(graph: Graph) -> dict[int, int]:
         for t in node.outputs:
             ends = [found[u] for u in (t, *after.get(t, ())) if u in found]
             if ends:
-                found[t] = min(ends)
+                found[t] = first(ends)
         ends = [found[t] for t in node.outputs if t in found]
         if ends and (node.signature.elementwise or node.signature.moves):
             size = math.prod(node.signature.call.results[0])
             for t in node.inputs:
                 if t >= 0 and graph.tensors[t].size == size:
-                    found[t] = min(found.get(t, ends[0]), *ends)
+                    found[t] = first([*ends, found.get(t, ends[0])])
+    return found
+
+
+def _before_backward(graph: Graph) -> set[int]:
+    """The tensors on which an op of the backward pass depends."""
+    sources: dict[int, list[int]] = {}
+    for link in graph.links:
+        sources.setdefault(link.target, []).append(link.source)
+    found = set[int]()
+    for node in reversed(graph.nodes):
+        if node.backward or not found.isdisjoint(node.outputs):
+            found.update(t for t in node.inputs if t >= 0)
+            found.update(s for t in node.inputs for s in sources.get(t, ()))
     return found

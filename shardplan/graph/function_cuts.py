@@ -2,22 +2,26 @@
 
 A cut starts at one dim of one argument and is followed through the graph: every op on its way is cut along the loop that reads
 the dim (Tofu, section 4.2), and requires of its other operands what that cut does. The function can be cut so if no two ops
-disagree, if no op needs a neighbour's elements, and if every op does the same on each share: the function's own code runs there,
-and does not know which share it has.
+disagree, if no op needs a neighbour's elements, and if the function is the same on each share: its own code runs there, and does
+not know which share it has, nor of how many. So the function is traced again for the shapes of a share, for every number of
+shares that divides the dim, and for twice the dim. It has to have the same ops there, with the same numbers. Shares of one
+element are left out: JAX writes ops on dims of size 1 in another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.graph.nodes import Graph, Link, Node
-from shardplan.ir import Partial, Placement, Replicated, Split
+from shardplan.ir import Constant, Partial, Placement, Replicated, Split
 from shardplan.tdl import Call, Strategy, cut, linear_sets
 
 Alike = Callable[[Call, Strategy], bool]
 """Whether every worker runs the same code on its share."""
+Again = Callable[[Sequence[tuple[int, ...]]], Graph | None]
+"""The function traced for other shapes of its arguments; None where it does not take them, or closes over other arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,35 @@ class FunctionCut:
     results: tuple[int | Literal["sum"] | None, ...]
 
 
-def function_cuts(graph: Graph, alike: Alike) -> tuple[FunctionCut, ...]:
+def function_cuts(graph: Graph, alike: Alike, again: Again) -> tuple[FunctionCut, ...]:
     """All cuts of a function, in the order of its arguments' dims."""
     found: list[FunctionCut] = []
     for i, t in enumerate(graph.inputs):
         for dim, extent in enumerate(graph.tensors[t].shape):
             if extent > 1 and all(c.arguments[i] != dim for c in found):
                 try:
-                    found.append(_Cut(graph, t, dim, alike).result())
+                    found.append(_from(graph, (t, dim), alike, again))
                 except _ConflictError:
                     continue
     return tuple(found)
+
+
+def _from(graph: Graph, seed: tuple[int, int], alike: Alike, again: Again) -> FunctionCut:
+    """The cut that begins at this (tensor, dim).
+
+    Raises:
+        _ConflictError: if there is none for every number of shares that divides the dim.
+    """
+    tensor, dim = seed
+    extent = graph.tensors[tensor].shape[dim]
+    cuts = [_Cut(graph, tensor, dim, alike, ways) for ways in range(2, extent + 1) if extent % ways == 0]
+    first, *rest = [own.result() for own in cuts]
+    if any(other != first for other in rest):
+        raise _ConflictError
+    for own in cuts:
+        own.check_size(extent // own.ways, again)
+    cuts[0].check_size(2 * extent, again)
+    return first
 
 
 def dependencies(graph: Graph) -> list[frozenset[int]]:
@@ -62,10 +84,9 @@ class _ConflictError(Exception):
 class _Cut:
     """The placement of every tensor if one dim of one argument is split; tensors without one are whole on every share."""
 
-    def __init__(self, graph: Graph, tensor: int, dim: int, alike: Alike) -> None:
-        self._graph, self._alike = graph, alike
+    def __init__(self, graph: Graph, tensor: int, dim: int, alike: Alike, ways: int) -> None:
+        self._graph, self._alike, self.ways = graph, alike, ways
         self._extent = graph.tensors[tensor].shape[dim]
-        self._ways = next(k for k in range(2, self._extent + 1) if self._extent % k == 0)
         self._placed: dict[int, Placement] = {tensor: Split(dim)}
         self._strategies: dict[int, Strategy] = {}
         size = -1
@@ -85,6 +106,31 @@ class _Cut:
             "sum" if term else self._dim(t) for t, term in zip(self._graph.outputs, terms, strict=True)
         ]
         return FunctionCut(self._extent, arguments, tuple(results))
+
+    def check_size(self, size: int, again: Again) -> None:
+        """Checks that the function, traced for another size of the dim, has the ops that it has here.
+
+        Raises:
+            _ConflictError: where an op, a number in it, or the shape of a value is another one.
+        """
+        if size == 1:
+            return
+        other = again([self._resized(t, size) for t in self._graph.inputs])
+        if other is None or len(other.nodes) != len(self._graph.nodes):
+            raise _ConflictError
+        for whole, own in zip(self._graph.nodes, other.nodes, strict=True):
+            tensors = [*zip(whole.inputs, own.inputs, strict=False), *zip(whole.outputs, own.outputs, strict=False)]
+            if _kind(whole) != _kind(own) or any((a < 0) != (b < 0) for a, b in tensors):
+                raise _ConflictError
+            if any(a >= 0 and self._resized(a, size) != other.tensors[b].shape for a, b in tensors):
+                raise _ConflictError
+
+    def _resized(self, tensor: int, size: int) -> tuple[int, ...]:
+        """The shape of a tensor where the dim of the cut has another size."""
+        shape, placed = list(self._graph.tensors[tensor].shape), self._placed.get(tensor)
+        if isinstance(placed, Split):
+            shape[placed.dim] = shape[placed.dim] * size // self._extent
+        return tuple(shape)
 
     def _dim(self, tensor: int) -> int | None:
         """The split dim of an argument or result.
@@ -135,7 +181,7 @@ class _Cut:
         description = node.signature.description
         for loop in range(0 if description is None else len(description.loops)):
             assert description is not None
-            strategy = cut(description, loop, self._ways)
+            strategy = cut(description, loop, self.ways)
             if strategy is not None and not strategy.has_halo and self._alike(node.signature.call, strategy):
                 yield strategy
 
@@ -151,15 +197,17 @@ class _Cut:
             self._place(t, Partial("sum"))
 
     def _link(self, link: Link) -> None:
-        """Both ends of a link lie alike, but for the leading dim that one of them may have."""
+        """Both ends of a link lie alike, but for the leading dim that one of them may have. A term of a sum enters or leaves no
+        body: another branch, or the value before a loop, may be whole.
+        """
         for tensor, other, lift in ((link.source, link.target, link.lift), (link.target, link.source, -link.lift)):
             match self._placed.get(tensor):
                 case Split(dim) if dim - lift < 0:
                     raise _ConflictError
                 case Split(dim):
                     self._place(other, Split(dim - lift))
-                case Partial() as placement:
-                    self._place(other, placement)
+                case Partial():
+                    raise _ConflictError
                 case _:
                     pass
 
@@ -174,5 +222,16 @@ class _Cut:
             wanted = zip((*node.inputs, *node.outputs), (*strategy.operands, *strategy.results), strict=True)
             if any(t >= 0 and self._placed.get(t, Replicated()) != placement for t, placement in wanted):
                 raise _ConflictError
-        elif any(isinstance(self._placed.get(t), Split) for t in (*node.inputs, *node.outputs)):
+            return
+        terms = [isinstance(self._placed.get(t), Partial) for t in node.inputs]
+        if any(isinstance(self._placed.get(t), Split) for t in (*node.inputs, *node.outputs)):
             raise _ConflictError
+        if not any(terms) and any(isinstance(self._placed.get(t), Partial) for t in node.outputs):
+            raise _ConflictError
+
+
+def _kind(node: Node) -> tuple[object, ...]:
+    """What of an op may not depend on the size of a share: its primitive, how often it runs, and the numbers in it."""
+    numbers = [repr(i.value) for i in node.op.inputs if isinstance(i, Constant)]
+    params = sorted((k, v) for k, v in node.op.params.items() if isinstance(v, bool | int | float | str) and k != "name")
+    return node.op.primitive, len(node.inputs), len(node.outputs), node.weight, numbers, params

@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shardplan import tdl
 from shardplan.cost import compute
-from shardplan.errors import DescriptionError
+from shardplan.errors import DescriptionError, ShardplanError
 from shardplan.frontend.trace import trace
-from shardplan.graph import Node, flatten
+from shardplan.graph import Graph, Node, flatten
 from shardplan.graph.function_cuts import FunctionCut, dependencies, function_cuts
+from shardplan.ir import Program
+from shardplan.plans.canonical import Tokens
 from shardplan.tdl import register as by_description
-from shardplan.tdl.cut_proof import draw_array, same_everywhere
+from shardplan.tdl.cut_proof import difference, draw_array, same_everywhere
 from shardplan.tdl.language import Named, TensorRef
+from shardplan.user_code import users_code
 
 Function = Callable[..., Any]
 
@@ -51,7 +55,7 @@ def register(
         raise DescriptionError(
             "like= needs an example: a list of the kernel's arguments, arrays or jax.ShapeDtypeStruct", expression="example="
         )
-    _compare(target if run is None else run, like, example)
+    _compare(target, run, like, example)
     by_description.register(target, example=example, run=run)(described_like(like, example))
     return None
 
@@ -59,11 +63,14 @@ def register(
 def described_like(like: Function, example: Sequence[Any]) -> Function:
     """The description of a function, as TDL: for operands of any shapes that it takes, with the tree of ``example``."""
     leaves, tree = jax.tree.flatten(tuple(example))
+    known: dict[tuple[jax.ShapeDtypeStruct, ...], tuple[Graph, tuple[FunctionCut, ...]]] = {}
 
     def described(*operands: TensorRef) -> tuple[Function, ...]:
-        shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
-        graph = flatten(trace(like, *jax.tree.unflatten(tree, shapes)).program)
-        loops = function_cuts(graph, same_everywhere)
+        """The lambdas of all results."""
+        shapes = tuple(jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands)
+        if shapes not in known:
+            known[shapes] = _cuts_of(like, tree, shapes)
+        graph, loops = known[shapes]
         flops = sum(_product_flops(node) for node in graph.nodes)
         read = dependencies(graph)
         ranks = [len(graph.tensors[t].shape) for t in graph.outputs]
@@ -72,6 +79,31 @@ def described_like(like: Function, example: Sequence[Any]) -> Function:
     names = [inspect.Parameter(f"operand{n}", inspect.Parameter.POSITIONAL_ONLY) for n in range(len(leaves))]
     described.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     return described
+
+
+def _cuts_of(like: Function, tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[Graph, tuple[FunctionCut, ...]]:
+    """A function's graph for these shapes, and its cuts."""
+    program = trace(like, *jax.tree.unflatten(tree, shapes)).program
+    arrays = _closed_over(program)
+
+    def again(own: Sequence[tuple[int, ...]]) -> Graph | None:
+        """The function for other shapes."""
+        local = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(own, shapes, strict=True)]
+        try:
+            share = trace(like, *jax.tree.unflatten(tree, local)).program
+            return flatten(share) if _closed_over(share) == arrays else None
+        except ShardplanError:
+            return None
+
+    graph = flatten(program)
+    return graph, function_cuts(graph, same_everywhere, again)
+
+
+def _closed_over(program: Program) -> list[str]:
+    """Tokens of the arrays that a program and its bodies close over."""
+    tokens = Tokens()
+    own = [tokens.of(value) for _, value in program.constants]
+    return own + [token for op in program.ops for body in op.bodies for token in _closed_over(body)]
 
 
 def _product_flops(node: Node) -> float:
@@ -123,26 +155,49 @@ def _slices(
         yield operands[i][tuple(place.get(d, slice(None)) for d in range(len(operands[i].shape)))]
 
 
-def _compare(kernel: Any, like: Function, example: Sequence[Any]) -> None:
+def _compare(target: Any, run: Function | None, like: Function, example: Sequence[Any]) -> None:
     """Checks that a kernel computes what its plain function does, where it can be called.
 
     Raises:
-        DescriptionError: if the results differ in number, shape, dtype or value.
+        DescriptionError: if one of them fails, or the results differ in number, shape, dtype or value.
     """
-    if not callable(kernel):
+    name, own = by_description.target_of(target)
+    kernel = own or run
+    if kernel is None:
         return  # a name alone: the proof needs run= too, and says so
     rng = np.random.default_rng(0)
-    drawn = jax.tree.map(
-        lambda x: draw_array(tuple(x.shape), str(x.dtype), rng) if isinstance(x, jax.ShapeDtypeStruct) else x, tuple(example)
-    )
-    own, plain = (jax.tree.leaves(f(*drawn)) for f in (kernel, like))
-    if [(x.shape, x.dtype) for x in own] != [(x.shape, x.dtype) for x in plain]:
-        shown = [", ".join(f"{x.dtype}{list(x.shape)}" for x in some) for some in (own, plain)]
-        raise DescriptionError(f"the kernel returns {shown[0]}, the function that it is like {shown[1]}", expression="like=")
-    for n, (a, b) in enumerate(zip(own, plain, strict=True)):
-        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
-        far = float(np.max(np.abs(a - b), initial=0.0))
-        if not far <= _FAR * float(np.max(np.abs(b), initial=0.0)):
-            raise DescriptionError(
-                f"the kernel and the function that it is like differ in result {n} by {far:g}", expression="like="
-            )
+    shapes = jax.tree.leaves(tuple(example))
+    leaves = [draw_array(tuple(x.shape), str(x.dtype), rng) if isinstance(x, jax.ShapeDtypeStruct) else x for x in shapes]
+    drawn = jax.tree.unflatten(jax.tree.structure(tuple(example)), leaves)
+    found, wanted = _called(name, kernel, drawn), _called("like=", like, drawn)
+    if len(found) != len(wanted):
+        raise DescriptionError(f"{name} has {len(found)} results, like= has {len(wanted)}", expression=_like_text(like))
+    for n, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        most = _largest(b)
+        how = difference(a, b, _FAR * most / (1.0 + most), most)
+        if how:
+            raise DescriptionError(f"result {n} of {name} {how}: like= computes something else", expression=_like_text(like))
+
+
+def _called(name: str, function: Function, args: Sequence[Any]) -> list[Any]:
+    """The results of a user's function, flat."""
+
+    def told(error: BaseException) -> DescriptionError:
+        text = (str(error).splitlines() or ["no message"])[0]
+        return DescriptionError(f"{name} fails on the example: {type(error).__name__}", expression=text)
+
+    with users_code(told):
+        return [x if hasattr(x, "dtype") else np.asarray(x) for x in jax.tree.leaves(function(*args))]
+
+
+def _like_text(like: Function) -> str:
+    """The plain function, for errors."""
+    return f"like={getattr(like, '__name__', like)!s}"
+
+
+def _largest(x: Any) -> float:
+    """The largest finite magnitude in an array; zero for what does not round."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return 0.0
+    sizes = np.abs(np.asarray(x).astype(np.complex128))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))

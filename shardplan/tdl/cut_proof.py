@@ -67,7 +67,7 @@ class Expected:
     def differences(self, results: Sequence[Any], *, exact: bool = True) -> list[tuple[int, str]]:
         """(result, how it differs) for each result that differs; ``exact`` is false where terms were summed."""
         rows = zip(results, self.whole, self.sizes, self.close, strict=True)
-        found = [_difference(got, want, 0.0 if same and exact else self.tolerance, size) for got, want, size, same in rows]
+        found = [difference(got, want, 0.0 if same and exact else self.tolerance, size) for got, want, size, same in rows]
         return [(n, message) for n, message in enumerate(found) if message]
 
 
@@ -293,7 +293,10 @@ def _magnitude(x: Any) -> float:
     return float(wide[np.isfinite(wide)].max(initial=0.0))
 
 
-def _difference(got: Any, want: Any, tolerance: float, size: float) -> str:
+def difference(got: Any, want: Any, tolerance: float, size: float) -> str:
+    """How an array differs from the wanted one, ``""`` if it does not: by over ``tolerance`` times (1 + ``size``) where numbers
+    may round, else at all.
+    """
     if _is_key(want):
         got, want = np.asarray(jax.random.key_data(got)), np.asarray(jax.random.key_data(want))
     got, want = np.asarray(got), np.asarray(want)

@@ -61,7 +61,7 @@ def register(target: Any, *, example: Sequence[Any] | None = None, run: Function
     Raises:
         DescriptionError: if the description does not fit the example's shapes, or a cut's result differs from the uncut one.
     """
-    name, own = _target(target)
+    name, own = target_of(target)
     if own is None and name.startswith(_FUNCTIONS):
         raise DescriptionError("register the function itself, not its name, which other functions may share", expression=name)
     if example is not None and not isinstance(example, list | tuple):
@@ -121,7 +121,7 @@ def _no_undo() -> None:
     """Does nothing: there is nothing to undo."""
 
 
-def _target(target: Any) -> tuple[str, Function | None]:
+def target_of(target: Any) -> tuple[str, Function | None]:
     """The target's name, and the function that evaluates it whole, if that is known."""
     if isinstance(target, str):
         known = _jax.primitives()

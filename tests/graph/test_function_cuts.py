@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
-from shardplan.graph.function_cuts import FunctionCut, dependencies, function_cuts
-from shardplan.tdl.cut_proof import same_everywhere
+from shardplan.graph.function_cuts import FunctionCut, dependencies
+from shardplan.shell.registering import _cuts_of
 
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -19,8 +20,7 @@ def array(*shape: int) -> jax.ShapeDtypeStruct:
 
 def cuts_of(function: Any, *args: Any) -> list[tuple[Any, ...]]:
     """(dims of the arguments, dims of the results) of every cut."""
-    graph = flatten(trace(function, *args).program)
-    return [(cut.arguments, cut.results) for cut in function_cuts(graph, same_everywhere)]
+    return [(cut.arguments, cut.results) for cut in _cuts_of(function, jax.tree.structure(args), args)[1]]
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def test_a_maximum_is_no_sum() -> None:
 
 def test_neighbours_merged_dims_and_closed_over_arrays_keep_a_dim_whole() -> None:
     assert cuts_of(lambda x: x[1:] - x[:-1], array(7, 4)) == [((1,), (1,))]
-    assert cuts_of(lambda x: jax.nn.softmax(x.reshape(4, 2, 4)), array(4, 8)) == [((0,), (0,))]
+    assert cuts_of(lambda x: jax.nn.softmax(x.reshape(-1, 2, 4)), array(4, 8)) == [((0,), (0,))]
     weights = jnp.ones((6, 4))
     assert cuts_of(lambda x: x * weights, array(6, 4)) == []
 
@@ -89,5 +89,33 @@ def test_each_result_depends_on_the_arguments_that_reach_it() -> None:
 
 
 def test_a_cut_has_one_extent() -> None:
-    cuts = function_cuts(flatten(trace(lambda a, b: a @ b, array(4, 6), array(6, 8)).program), same_everywhere)
+    args = array(4, 6), array(6, 8)
+    _, cuts = _cuts_of(lambda a, b: a @ b, jax.tree.structure(args), args)
     assert cuts[1] == FunctionCut(6, (1, 0), ("sum",))
+
+
+def group_norm(x: jax.Array) -> jax.Array:
+    groups = max(1, x.shape[1] // 4)
+    parts = x.reshape(x.shape[0], groups, -1)
+    return (parts - parts.sum(-1, keepdims=True)).reshape(x.shape)
+
+
+def test_what_counts_its_own_elements_stays_whole() -> None:
+    """On a share it would count those of the share."""
+    assert cuts_of(lambda x: x.mean(0), array(8, 6)) == [((1,), (0,))]
+    assert cuts_of(lambda x: x / x.shape[0], array(8, 6)) == [((1,), (1,))]
+    assert cuts_of(lambda x: x * np.float32(x.shape[1]), array(8, 6)) == [((0,), (0,))]
+    assert cuts_of(lambda x, w: jnp.mean((x @ w) ** 2), array(4, 6), array(6, 8)) == []
+    assert cuts_of(lambda x: x ** x.shape[0], array(3, 6)) == [((1,), (1,))]
+    assert cuts_of(lambda x: x * jnp.asarray(np.arange(x.shape[1]))[-1], array(8, 6)) == [((0,), (0,))]
+
+
+def test_a_dim_is_cut_into_any_number_of_shares_or_none() -> None:
+    assert cuts_of(group_norm, array(4, 8)) == [((0,), (0,))]
+
+
+def test_no_branch_makes_a_term_that_another_makes_whole() -> None:
+    def step(p: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.cond(p, lambda y: y.sum(0), lambda y: jnp.ones(y.shape[1:]), x)
+
+    assert ((None, 0), ("sum",)) not in cuts_of(step, jax.ShapeDtypeStruct((), jnp.bool_), array(4, 6))

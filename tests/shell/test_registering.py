@@ -92,8 +92,10 @@ def test_results_that_are_all_summed_over_a_dim_are_cut_along_it_together() -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"like": lambda q, k, v: attention(k, q, v), "example": EXAMPLE}, "differ in result 0"),
-        ({"like": lambda q, k, v: (q, k), "example": EXAMPLE}, r"returns float32\[4, 6, 8\], the function that it is like"),
+        ({"like": lambda q, k, v: attention(k, q, v), "example": EXAMPLE}, "result 0 of custom_vjp_call:fused is off by"),
+        ({"like": lambda q, k, v: (q, k), "example": EXAMPLE}, "has 1 results, like= has 2"),
+        ({"like": lambda q, k, v: q[:2], "example": EXAMPLE}, r"has shape \(4, 6, 8\), not \(2, 6, 8\)"),
+        ({"like": lambda q: q, "example": EXAMPLE}, "like= fails on the example: TypeError"),
         ({"like": attention}, "needs an example"),
         ({"like": 3, "example": EXAMPLE}, "takes a function"),
     ],
@@ -114,3 +116,35 @@ def test_without_a_function_it_is_the_decorator_of_descriptions() -> None:
 
     assert describe_doubled is not None
     assert describe(Call("jit:doubled", ((4, 6),), ((4, 6),), {}, ("float32",), ("float32",))) is not None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "like", "alike"),
+    [
+        (lambda x: jnp.log(x), jnp.log, True),
+        (lambda x: jnp.where(x > 0, x, -jnp.inf), lambda x: jnp.where(x > 0, x, -jnp.inf), True),
+        (lambda x: jnp.argmax(x, 0) + 1000, lambda x: jnp.argmax(x, 0) + 999, False),
+        (lambda x: jnp.conj(x * 1j), lambda x: x * 1j, False),
+        (lambda x: x * 1e-6, lambda x: x * 2e-6, False),
+    ],
+    ids=["nan", "inf", "integers", "complex", "small"],
+)
+def test_results_are_compared_as_their_types_ask(kernel: Any, like: Any, alike: bool) -> None:
+    kernel.__name__ = f"compared_{id(kernel)}"
+    target, example = jax.jit(kernel), [jax.ShapeDtypeStruct((4, 6), jnp.float32)]
+    if alike:
+        shardplan.register(target, like=like, example=example)
+        return
+    with pytest.raises(shardplan.DescriptionError, match="like= computes something else"):
+        shardplan.register(target, like=like, example=example)
+
+
+def test_a_function_that_counts_its_rows_is_cut_along_its_columns_alone() -> None:
+    @jax.jit
+    def averaged(x: jax.Array) -> jax.Array:
+        return x.mean(0)
+
+    shardplan.register(averaged, like=lambda x: x.mean(0), example=[jax.ShapeDtypeStruct((1, 6), jnp.float32)])
+    description = describe(Call("jit:averaged", ((8, 6),), ((6,),), {}, ("float32",), ("float32",)))
+    assert description is not None
+    assert [str(cut.operands[0]) for cut in cuts(description, 2)] == ["Split(dim=1, halo=(0, 0))"]

@@ -44,6 +44,8 @@ def test_a_plan_that_fits_passes_and_one_that_does_not_names_what_it_holds(plan:
 def test_a_plan_that_sends_too_much_names_the_collectives(plan: Any) -> None:
     assert plan.communication_bytes > 0
     assert_communication_at_most(plan, int(plan.communication_bytes) + 1)
+    with pytest.raises(AssertionError, match="over the limit of 0 B"):
+        assert_communication_at_most(plan, 0)
     with pytest.raises(AssertionError, match=r"a device sends .* in a step") as failure:
         assert_communication_at_most(plan, 1024)
     assert "all-reduce over node x gpu" in str(failure.value)
@@ -58,6 +60,8 @@ def test_every_array_of_a_bundle_counts(plan: Any) -> None:
     with pytest.raises(AssertionError, match=r"test_testing\.py"):
         assert_no_collective(plan, "*test_testing.py*", kind="all-reduce")
     assert_no_collective(plan, "*embedding*")
+    with pytest.raises(shardplan.ShardplanError, match=r"no collective 'allreduce' \(nearest: all-reduce"):
+        assert_no_collective(plan, kind="allreduce")
     assert_no_collective(plan, kind="all-to-all")
 
 

@@ -39,7 +39,7 @@ def first_difference(planned: Sequence[str], traced: Traced) -> str:
     for was, now in itertools.zip_longest(planned, _marked(traced.program, Tokens())):
         before = "" if was is None else was.partition(" ")[0]
         if now is None:
-            return f"the planned {before}, its last op, is gone"
+            return f"the planned {before} and all after it are gone"
         mark, op = now
         if mark != was:
             same_kind = mark.startswith(f"{before} ")

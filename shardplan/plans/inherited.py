@@ -116,7 +116,7 @@ def inherited(
         problem = for_pins(problem, wanted.pins)
         domains = pinned_domains(problem, wanted.pins)
         states, keep = states_of(own.choices, problem)
-    except (PinError, PlanFileError, KeyError):  # no pin, variable or layout of these factors is like the plan's
+    except (PinError, PlanFileError, KeyError, ValueError):  # no pin, variable or layout of these factors is like the plan's
         return []
     if not all(s in domain for s, domain in zip(states, domains, strict=True)):
         return []

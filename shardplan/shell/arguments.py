@@ -16,13 +16,20 @@ CONFIG = "--config"
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line. ``long_options`` has each option by its name without dashes, and
-    ``repeated`` the names of those that may be repeated.
+    ``repeated`` the names of those that may be repeated; ``commands`` are the parsers of its own commands.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.long_options: dict[str, argparse.Action] = {}
         self.repeated: set[str] = set()
+        self.commands: dict[str, Parser] = {}
         super().__init__(*args, **options)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """Adds commands of its own, and notes them."""
+        action = super().add_subparsers(**options)
+        self.commands = action.choices
+        return action
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Adds an argument, and notes it."""

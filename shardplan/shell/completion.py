@@ -23,11 +23,21 @@ _BASH = """_shardplan() {{
         COMPREPLY=($(compgen -W "{commands}" -- "$current"))
         return
     fi
-    case "${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
+    local command="${{COMP_WORDS[1]}}"
+    case "$command" in
+        {nested})
+            if [ "$COMP_CWORD" -gt 2 ]; then command="$command ${{COMP_WORDS[2]}}"; fi ;;
+    esac
+    case "$command ${{COMP_WORDS[COMP_CWORD-1]}}" in
 {choices}
     esac
+    if [ -z "$words" ]; then
+        case "$command" in
+{commands_of}
+        esac
+    fi
     if [ -z "$words" ] && [[ "$current" == -* ]]; then
-        case "${{COMP_WORDS[1]}}" in
+        case "$command" in
 {options}
         esac
     fi
@@ -59,28 +69,39 @@ def script_of(shell: str, parsers: Mapping[str, Parser]) -> str:
     return bash if shell == "bash" else f"autoload -Uz bashcompinit && bashcompinit\n{bash}"
 
 
-def _known(parser: Any) -> dict[str, argparse.Action]:
-    """The options of a command; none for one with commands of its own."""
-    return parser.long_options if isinstance(parser, Parser) else {}
+def _flat(parsers: Mapping[str, Parser]) -> dict[str, Parser]:
+    """The parser of each command, and of a command's own commands by both words."""
+    own = {f"{name} {inner}": p for name, parser in parsers.items() for inner, p in parser.commands.items()}
+    return {**parsers, **own}
 
 
 def _bash(parsers: Mapping[str, Parser]) -> str:
     options, choices = list[str](), list[str]()
-    for name, parser in parsers.items():
-        known = _known(parser)
-        options.append(f'            {name}) words="{" ".join(f"--{option}" for option in known)}" ;;')
+    nested = {name: parser.commands for name, parser in parsers.items() if parser.commands}
+    for name, parser in _flat(parsers).items():
+        known = parser.long_options
+        options.append(f'            "{name}") words="{" ".join(f"--{option}" for option in known)}" ;;')
         choices += [
             f'        "{name} --{option}") words="{" ".join(map(str, action.choices))}" ;;'
             for option, action in known.items()
             if action.choices
         ]
-    return _BASH.format(commands=" ".join(parsers), choices="\n".join(choices), options="\n".join(options))
+    return _BASH.format(
+        commands=" ".join(parsers),
+        nested="|".join(nested),
+        commands_of="\n".join(f'            {name}) words="{" ".join(own)}" ;;' for name, own in nested.items()),
+        choices="\n".join(choices),
+        options="\n".join(options),
+    )
 
 
 def _fish(parsers: Mapping[str, Parser]) -> list[str]:
     lines = [f"complete -c shardplan -n __fish_use_subcommand -a {name}" for name in parsers]
     for name, parser in parsers.items():
-        for option, action in _known(parser).items():
+        lines += [f"complete -c shardplan -n '__fish_seen_subcommand_from {name}' -a {inner}" for inner in parser.commands]
+    for name, parser in _flat(parsers).items():
+        seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        for option, action in parser.long_options.items():
             values = f" -x -a '{' '.join(map(str, action.choices))}'" if action.choices else "" if action.nargs == 0 else " -r"
-            lines.append(f"complete -c shardplan -n '__fish_seen_subcommand_from {name}' -l {option}{values}")
+            lines.append(f"complete -c shardplan -n '{seen}' -l {option}{values}")
     return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,26 @@ def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path
     at = next((n for n, word in enumerate(words) if word in parsers), None)
     if at is None:
         return words
-    name = _source(words[at + 1 :], folder)
-    if name is None:
+    command, parser, behind = words[at], parsers[words[at]], at + 1
+    if parser.commands and behind < len(words) and words[behind] in parser.commands:
+        parser, behind = parser.commands[words[behind]], behind + 1
+    file = _source(words[behind:], folder)
+    if file is None:
         return words
-    table = _read(name)
-    own = dict(_options(name, table, words[at], parsers))
-    return [
-        *words[: at + 1],
-        *(word for key, value in own.items() for word in _words(name, key, value, parsers[words[at]])),
-        *words[at + 1 :],
-    ]
+    own = _options(file, _read(file), command, parser, parsers)
+    return [*words[:behind], *(word for key, value in own.items() for word in _words(file, key, value, parser)), *words[behind:]]
 
 
 def _source(words: Sequence[str], folder: Path) -> Path | None:
-    """The file of options: the one that the user names, else the project's."""
+    """The file of options: the last one that the user names, else the project's."""
+    named: list[str] = []
     for n, word in enumerate(words):
         if word == CONFIG and n + 1 < len(words):
-            return Path(words[n + 1])
-        if word.startswith(f"{CONFIG}="):
-            return Path(word.partition("=")[2])
+            named.append(words[n + 1])
+        elif word.startswith(f"{CONFIG}="):
+            named.append(word.partition("=")[2])
     project = folder / PROJECT
-    return project if project.is_file() else None
+    return Path(named[-1]) if named else project if project.is_file() else None
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -69,21 +68,26 @@ def _read(file: Path) -> Mapping[str, Any]:
     return own
 
 
-def _options(file: Path, table: Mapping[str, Any], command: str, parsers: Mapping[str, Parser]) -> Iterator[tuple[str, Any]]:
-    """The options that a table has for a command."""
-    known = {option for parser in parsers.values() for option in parser.long_options}
-    for key, value in table.items():
-        if key in parsers and isinstance(value, dict) and key not in parsers[command].long_options:
-            for option in value:
-                if option not in parsers[key].long_options:
-                    raise ShardplanError(
-                        f"{file}: [{key}] {option} is no option of {key}{nearest(option, sorted(parsers[key].long_options))}"
-                    )
-        elif key not in known:
-            raise ShardplanError(f"{file}: {key} is no option of any command{nearest(key, sorted(known))}")
-    own = table.get(command, {})
-    merged = {**table, **(own if isinstance(own, dict) else {})}
-    yield from ((key, value) for key, value in merged.items() if key in parsers[command].long_options and key != CONFIG[2:])
+def _options(file: Path, table: Mapping[str, Any], command: str, parser: Parser, parsers: Mapping[str, Parser]) -> dict[str, Any]:
+    """The options that a table has for a command. A table with a command's name is that command's."""
+    known = {name: _known(own) for name, own in parsers.items()}
+    every = set[str]().union(*known.values())
+    top = {key: value for key, value in table.items() if not (key in parsers and isinstance(value, dict))}
+    for key in top:
+        if key not in every:
+            raise ShardplanError(f"{file}: {key} is no option of any command{nearest(key, sorted(every))}")
+    for name in table.keys() - top.keys():
+        for option in table[name]:
+            if option not in known[name]:
+                raise ShardplanError(f"{file}: [{name}] {option} is no option of {name}{nearest(option, sorted(known[name]))}")
+    own = table[command] if command in table.keys() - top.keys() else {}
+    return {key: value for key, value in {**top, **own}.items() if key in parser.long_options}
+
+
+def _known(parser: Parser) -> set[str]:
+    """The options of a command and of its own commands that a file may have."""
+    own = set(parser.long_options).union(*(own.long_options for own in parser.commands.values()))
+    return own - {"help", CONFIG.removeprefix("--")}
 
 
 def _words(file: Path, key: str, value: Any, parser: Parser) -> list[str]:
@@ -94,12 +98,11 @@ def _words(file: Path, key: str, value: Any, parser: Parser) -> list[str]:
             raise ShardplanError(f"{file}: {key} = {value!r}: it is a switch, write true or false")
         return [f"--{key}"] if value else []
     repeated = key in parser.repeated
-    if isinstance(value, dict):
+    if isinstance(value, dict) and repeated:
         values = [f"{name}={_text(file, key, item)}" for name, item in value.items()]
-        values = values if repeated else [",".join(values)]
     else:
         values = [_text(file, key, item) for item in (value if isinstance(value, list) else [value])]
-    if len(values) > 1 and not repeated:
+    if len(values) != 1 and not repeated:
         raise ShardplanError(f"{file}: {key} = {value!r}: it takes one value")
     return [f"--{key}={text}" for text in values]
 

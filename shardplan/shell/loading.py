@@ -70,7 +70,10 @@ def _warm_started(name: str, data: PlanData, step: Callable[..., Any], traced: T
     shapes = {a.path: len(a.shape) for a in data.arguments}
     ranks = {path: len(traced.program.tensors[t].shape) for path, t in _inputs(traced)}
     if planned != found or shapes != ranks:
-        _check_step(name, data, traced)
+        n = next((n for n, pair in enumerate(zip(planned, found, strict=False)) if pair[0] != pair[1]), None)
+        ops = f"op {n} was {planned[n]} and is {found[n]}" if n is not None else f"it had {len(planned)} ops and has {len(found)}"
+        what = ops if planned != found else "its arguments have other paths or ranks"
+        raise PlanFileError(f"{name}: another model: for a warm start only shapes may differ, and {what}; plan this step anew")
     _check_donated(name, data, traced)
     program = _program(name, data, traced)
     graph = flatten(program, replicate=data.replicate, backend=data.backend)

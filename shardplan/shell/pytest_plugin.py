@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from shardplan.errors import ShardplanError
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--shardplan-devices`` and ``--update-plans``."""
@@ -61,15 +63,21 @@ def verify_plan() -> Callable[..., Any]:
 def assert_plan_unchanged(request: pytest.FixtureRequest) -> Callable[..., None]:
     """``assert_plan_unchanged(plan, name=None)`` fails where a plan differs from the one saved in ``plans/`` beside the test.
 
-    The file has the test's name, or ``name`` where a test compares several. ``pytest --update-plans`` saves them.
+    The file is named after the test's file, class and function, and after ``name`` where a test compares several plans.
+    ``pytest --update-plans`` saves them.
     """
+    taken: set[str] = set()
 
     def check(plan: Any, name: str | None = None) -> None:
         """Compares a plan with its file, or saves it."""
         from shardplan.shell.plan_asserts import assert_plan_unchanged
 
         __tracebackhide__ = True
-        file = re.sub(r"[^\w.-]+", "_", name or request.node.name).strip("_") + ".json"
+        words = [request.path.stem, *request.node.nodeid.split("::")[1:], *([name] if name else [])]
+        file = re.sub(r"[^\w.-]+", "_", "-".join(words)).strip("_") + ".json"
+        if file in taken:
+            raise ShardplanError(f"this test compares two plans with {file}: give each a name, assert_plan_unchanged(plan, name)")
+        taken.add(file)
         assert_plan_unchanged(plan, request.path.parent / "plans" / file, update=bool(request.config.getoption("--update-plans")))
 
     return check

@@ -151,13 +151,13 @@ def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, reco
         MemoryLimitError: if none of them fits.
     """
     wanted, fresh, refusal = searcher.wanted, None, None
-    if warm and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
+    free = wanted.factors is None and not wanted.objective.everything_split
+    if warm and free and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
         return min(old, key=step_time_s)
     try:
         fresh = planned(program, searcher, origin, recompute=recompute)
     except MemoryLimitError as error:
         refusal = error
-    free = wanted.factors is None and not wanted.objective.everything_split
     old = inherited(plan.data, plan.program, searcher.cluster, wanted, fresh) if free else []
     every = [*([fresh] if fresh is not None else []), *old]
     if not every:

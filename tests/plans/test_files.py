@@ -321,10 +321,19 @@ def test_a_pin_that_no_longer_divides_is_dropped_with_a_warning(
 def test_a_plan_of_other_ops_is_no_start(saved: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(saved))
-    for options in ({"layers": 3}, {"dtype": "bfloat16"}):
+    for options, says in (({"layers": 3}, r"op \d+ was"), ({"dtype": "bfloat16", "batch": 128}, r"op \d+ was \w+ and is \w+")):
         step, args = mlp.train_step(**{"batch": 64, "width": 64, **options})
-        with pytest.raises(shardplan.PlanFileError, match="another model"):
+        with pytest.raises(shardplan.PlanFileError, match=f"another model: for a warm start only shapes may differ, and {says}"):
             shardplan.load(file, step, *args, warm_start=True)
+
+
+def test_a_warm_start_keeps_the_objective_of_bytes(tmp_path: Path) -> None:
+    step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # noqa: E731
+    shardplan.plan(step, jnp.ones((64, 64)), jnp.ones((64, 64)), cluster="2x4", objective="bytes").save(tmp_path / "plan.json")
+    wide = jnp.ones((64, 64)), jnp.ones((128, 64))
+    warm = shardplan.load(tmp_path / "plan.json", step, *wide, warm_start=True)
+    assert warm.objective == "bytes"
+    assert warm.communication_bytes == shardplan.plan(step, *wide, cluster="2x4", objective="bytes").communication_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,30 @@ def test_the_project_has_a_table_and_a_named_file_takes_its_place(tmp_path: Path
         ("json = 3", "json = 3: it is a switch, write true or false"),
         ("cluster = [1, 2]", r"cluster = \[1, 2\]: it takes one value"),
         ("cluster = [[[1]]]", r"cluster has \[\[1\]\]: give a number"),
+        ("cluster = []", r"cluster = \[\]: it takes one value"),
+        ("memory = { a = 1 }", 'memory has {"a": 1}: give a number'),
+        ("help = true", "help is no option of any command"),
         ("cluster = ", "run.toml: is not TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_key(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ShardplanError, match=said):
         words(tmp_path, text, "plan", TARGET, "--config", str(tmp_path / "run.toml"))
+
+
+def test_a_table_with_a_commands_name_is_that_commands(tmp_path: Path) -> None:
+    text = '[plan]\nobjective = "bytes"\n[mesh]\ncluster = "2x4"\naxes = "8"\n'
+    given = ["--config", str(tmp_path / "run.toml")]
+    assert words(tmp_path, text, "verify", TARGET, *given) == ["verify", TARGET, *given], "verify has an option --plan"
+    assert words(tmp_path, text, "plan", TARGET, *given) == ["plan", "--objective=bytes", TARGET, *given]
+    assert words(tmp_path, text, "mesh", "matrices", *given) == ["mesh", "matrices", "--cluster=2x4", "--axes=8", *given]
+    assert words(tmp_path, text, "mesh", "list", *given) == ["mesh", "list", *given]
+
+
+def test_the_last_file_counts(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text('cluster = "4"')
+    given = ["--config", str(tmp_path / "run.toml"), "--config", str(tmp_path / "other.toml")]
+    assert words(tmp_path, 'cluster = "2x4"', "plan", *given) == ["plan", "--cluster=4", *given]
 
 
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +136,8 @@ def test_bash_completes_commands_options_and_choices() -> None:
     assert {"--cluster", "--config", "--placement"} <= completed("shardplan", "plan", "--")
     assert "--steps" not in completed("shardplan", "plan", "--")
     assert completed("shardplan", "plan", "x:y", "--objective", "b") == {"bytes"}
+    assert {"list", "show", "matrices"} <= completed("shardplan", "mesh", "")
+    assert {"--axes", "--over"} <= completed("shardplan", "mesh", "matrices", "--")
 
 
 @pytest.mark.parametrize("shell", SHELLS)

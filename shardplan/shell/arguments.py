@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         self.long_options: dict[str, argparse.Action] = {}
         self.repeated: set[str] = set()
-        self.commands: dict[str, Parser] = {}
+        self.commands: Mapping[str, Parser] = {}
         super().__init__(*args, **options)
 
     def add_subparsers(self, **options: Any) -> Any:

@@ -37,8 +37,6 @@ from shardplan.plans.summary import baselines, collectives_of, decided, session_
 from shardplan.report.draw import picture, picture_format
 from shardplan.report.drawing import drawing
 from shardplan.report.explain import explain, explain_all
-from shardplan.report.html_fragment import plan_fragment
-from shardplan.report.html_page import page, page_data
 from shardplan.report.plan_lines import plan_lines
 from shardplan.report.timeline import Timeline, priced_of, timeline
 from shardplan.schedule import PlannedProgram, Schedule, build, planned_program, sends
@@ -80,6 +78,8 @@ class Plan(PlannedStep, Figures):
 
     def _repr_html_(self) -> str:
         """The plan in notebooks. The bound and the baselines are computed now if they are missing."""
+        from shardplan.report.html_fragment import plan_fragment  # it is seldom asked for
+
         return plan_fragment(self.completed())
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -453,6 +453,8 @@ class Plan(PlannedStep, Figures):
         Raises:
             ShardplanError: if the file cannot be written.
         """
+        from shardplan.report.html_page import page, page_data  # it is seldom asked for
+
         data = self.completed()
         shown = page_data(data, self.session, self.planned, self.simulate(), title=title, score=score)
         text = page(shown, data)

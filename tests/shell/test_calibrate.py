@@ -61,8 +61,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[Any]) ->
 
 
 def test_a_calibration_writes_a_profile_that_plans_take(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(here, 4)
-    assert main([*calibrate(here, "--devices", "4"), "-o", "profile.json", "--json"]) == 0
+    fill(here, 4)  # not the contention, which is measured: on a busy machine its repeats spread by any amount
+    assert main([*calibrate(here, "--devices", "4", "--spread", "1000"), "-o", "profile.json", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["measured"], said["file"]) == (0, "profile.json")
     assert {one["family"] for one in said["fit"]} >= {"products", "convolutions", "all-reduce", "permute", "launches"}

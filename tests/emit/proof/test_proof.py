@@ -47,7 +47,7 @@ def sample(group: int) -> Iterator[Task]:
 
 @pytest.mark.parametrize("group", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, GROUPS))])
 def test_a_sample_of_all_strategies(group: int) -> None:
-    found = sweep(sample(group), jobs=1, budget_s=600.0)
+    found = sweep(sample(group), jobs=1, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert found.cases > 100

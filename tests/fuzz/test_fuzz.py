@@ -41,7 +41,7 @@ def assert_equal(seeds: Iterable[int]) -> None:
 
 
 def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit() -> None:
-    assert_equal(range(6))
+    assert_equal(range(4))
 
 
 @pytest.mark.slow

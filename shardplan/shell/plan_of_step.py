@@ -372,10 +372,10 @@ class Plan(PlannedStep, Figures):
         Raises:
             ShardplanError: if there is no such baseline.
         """
-        known = self.baseline_plans()
+        known = {s.name: s for s in self.session.rivals.solutions}
         if name not in known:
             raise ShardplanError(f"no baseline {name!r}: this step has {', '.join(known) or 'none'}")
-        return known[name]
+        return self.at(self.session.at(known[name]))
 
     def baseline_plans(self) -> dict[str, Plan]:
         """Each baseline as a plan that can be compiled, by name."""

@@ -3,6 +3,7 @@
 A task is a number with seconds for each device, an edge the seconds of a transfer; nothing here knows tensors. `schedule_dag`
 takes plain tables. `checked` makes a `Dag` of them, `planned` a `Schedule` of a `Dag`, and `reschedule` continues a `Schedule`
 when a device slows down, leaves or joins. The rules are FD-DPS's (section 4), see `shardplan.dag.fd_dps` and `planned`.
+`pipelines` are schedules on given devices under a limit on what these hold.
 """
 
 from .graph import Dag

@@ -112,7 +112,7 @@ def _best_slot(task: int, orders: Orders, path: _Path, room: Room) -> _Slot:
         if at + times[task][d] + rest >= best_s:
             continue
         first, last = _free(row, earlier, later, path.ancestors)
-        for k in range(first, last + 1):
+        for k in room.positions(task, row, first, last):
             through = times[task][d]
             through += max(at, start[row[k - 1]] + times[row[k - 1]][d]) if k else at
             through += max(rest, times[row[k]][d] + tails[row[k]]) if k < len(row) else rest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
@@ -48,6 +50,10 @@ class Room:
         """Whether a device has room for all of these tasks, and none of them is pinned elsewhere."""
         pinned = self._pins is not None and any(self._pins[i] != device for i in tasks)
         return not pinned and sum(self._sizes[i] for i in tasks) <= self._left[device]
+
+    def positions(self, task: int, row: Sequence[int], first: int, last: int) -> Iterable[int]:
+        """The positions from ``first`` to ``last`` at which a task may come into the order ``row`` of a device."""
+        return range(first, last + 1)
 
     def take(self, task: int, device: int) -> None:
         """A task is placed."""

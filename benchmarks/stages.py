@@ -2,8 +2,8 @@
 
     python benchmarks/stages.py [--devices S] [--microbatches M]
 
-Layers are cut into two equal parts for each device. Seconds are those of one device and microbatch: F of the forward pass, B of the
-gradients that the stage before waits for, W of the gradients of weights. A device *holds* a microbatch, or the half of it that
+Layers are cut into two equal parts for each device. Seconds are those of one device and microbatch: F of the forward pass, B of
+the gradients that the stage before waits for, W of the gradients of weights. A device *holds* a microbatch, or the half that
 belongs to one part, from its forward pass to its gradients of weights. The step is from the first task to the end of the last.
 """
 

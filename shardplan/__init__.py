@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardplan.collectives.lower import all_reduce
     from shardplan.dag import schedule_dag
     from shardplan.errors import (
+        AgreementError,
         ArgumentError,
         CalibrationError,
         CheckError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from shardplan.mesh import Cluster
     from shardplan.plans.score import Score
     from shardplan.report.sweep import Sweep
+    from shardplan.shell.agreement import agree
     from shardplan.shell.api import plan
     from shardplan.shell.loading import load
     from shardplan.shell.parallel import parallelize
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "ArgumentError",
     "CalibrationError",
     "CheckError",
@@ -92,6 +95,7 @@ __all__ = [
     "UncompiledPrimitiveError",
     "UndescribedPrimitiveError",
     "UnequalDevicesError",
+    "agree",
     "all_reduce",
     "load",
     "parallelize",
@@ -113,6 +117,7 @@ _HOMES = {
     "Plan": "shell.plan_of_step",
     "Score": "plans.score",
     "Sweep": "report.sweep",
+    "agree": "shell.agreement",
     "all_reduce": "collectives.lower",
     "load": "shell.loading",
     "PlacedPlan": "shell.placed_plan",

@@ -248,6 +248,17 @@ class PlanFileError(ShardplanError):
     """A plan file that cannot be read, or that belongs to another model, other shapes or another cluster."""
 
 
+class AgreementError(ShardplanError):
+    """Processes of one run that cannot share a plan. ``processes`` are those that differ from process 0, with the first
+    ``difference``, or those that did not answer.
+    """
+
+    def __init__(self, message: str, *, processes: Sequence[int] = (), difference: str = "") -> None:
+        super().__init__(message)
+        self.processes = tuple(processes)
+        self.difference = difference
+
+
 class ReshardError(ShardplanError):
     """A state that cannot be moved to another plan, or a plan that cannot be made again for another cluster."""
 

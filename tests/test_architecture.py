@@ -56,6 +56,7 @@ JAX_FILES = (
     "plans.jit_stages",
     "plans.placed_runner",
     "microbatches.accumulating",
+    "shell.agreement",
     "shell.clusters",
     "shell.compare_command",
     "shell.doctor",

@@ -28,6 +28,7 @@ from shardplan._jax.jaxprs import (
     threefry_partitionable,
     traced_at,
 )
+from shardplan._jax.processes import Store
 from shardplan._jax.programs import (
     array_type,
     compilations,
@@ -53,6 +54,7 @@ __all__ = [
     "WHOLE_SHAPE",
     "Literal",
     "Parameters",
+    "Store",
     "argument_names",
     "array_type",
     "bind",

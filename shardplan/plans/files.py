@@ -98,24 +98,30 @@ def read(file: str | PathLike[str]) -> PlanData:
     """
     path = Path(file)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return parse(str(path), path.read_bytes())
     except OSError as error:
         raise PlanFileError(f"{path}: {error.strerror or error}") from error
+
+
+def parse(name: str, text: str | bytes) -> PlanData:
+    """The plan in the text of a plan file; ``name`` says in errors where it comes from. It raises what `read` raises."""
+    try:
+        content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long to read
-        raise PlanFileError(f"{path}: not a plan file: {error}") from error
+        raise PlanFileError(f"{name}: not a plan file: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         if not isinstance(content, dict) or "format" not in content:
-            raise PlanFileError(f"{path}: not a plan file: it has no key 'format'; give a file that a plan was saved to")
+            raise PlanFileError(f"{name}: not a plan file: it has no key 'format'; give a file that a plan was saved to")
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise PlanFileError(f"{path}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
+        raise PlanFileError(f"{name}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:
-        data = _parsed(str(path), content)
+        data = _parsed(name, content)
         _check(data, content["cluster_fingerprint"])
         return data
     except KeyError as error:
-        raise PlanFileError(f"{path}: incomplete plan: {error} is missing; plan the step again") from error
+        raise PlanFileError(f"{name}: incomplete plan: {error} is missing; plan the step again") from error
     except ValueError as error:
-        raise PlanFileError(f"{path}: not a plan: {error}; plan the step again") from error
+        raise PlanFileError(f"{name}: not a plan: {error}; plan the step again") from error
 
 
 def _parsed(name: str, content: dict[str, Any]) -> PlanData:

@@ -29,14 +29,16 @@ def fingerprint(traced: Traced, *, numbers: bool = True) -> str:
     return hasher.hexdigest()
 
 
-def marks(traced: Traced) -> tuple[str, ...]:
-    """A mark for each op, those of bodies behind their op: its primitive and a hash of what of it changes a plan."""
-    return tuple(mark for mark, _ in _marked(traced.program, Tokens()))
+def marks(traced: Traced, *, numbers: bool = False) -> tuple[str, ...]:
+    """A mark for each op, those of bodies behind their op: its primitive and a hash of what of it changes a plan, or with
+    ``numbers`` its results.
+    """
+    return tuple(mark for mark, _ in _marked(traced.program, Tokens(), numbers))
 
 
-def first_difference(planned: Sequence[str], traced: Traced) -> str:
+def first_difference(planned: Sequence[str], traced: Traced, *, numbers: bool = False) -> str:
     """The first op whose mark is not the planned one, as text with its source line; ``""`` if all agree."""
-    for was, now in itertools.zip_longest(planned, _marked(traced.program, Tokens())):
+    for was, now in itertools.zip_longest(planned, _marked(traced.program, Tokens(), numbers)):
         before = "" if was is None else was.partition(" ")[0]
         if now is None:
             return f"the planned {before} and all after it are gone"
@@ -48,12 +50,12 @@ def first_difference(planned: Sequence[str], traced: Traced) -> str:
     return ""
 
 
-def _marked(program: Program, tokens: Tokens) -> Iterator[tuple[str, Op]]:
+def _marked(program: Program, tokens: Tokens, numbers: bool) -> Iterator[tuple[str, Op]]:
     for op in program.ops:
-        text = hashlib.blake2b(_op_line(program, op, tokens, numbers=False).encode(), digest_size=4).hexdigest()
+        text = hashlib.blake2b(_op_line(program, op, tokens, numbers=numbers).encode(), digest_size=4).hexdigest()
         yield f"{op.primitive} {text}", op
         for body in op.bodies:
-            yield from _marked(body, tokens)
+            yield from _marked(body, tokens, numbers)
 
 
 def arguments(traced: Traced) -> dict[str, str]:

@@ -21,19 +21,14 @@ from jax.sharding import Mesh
 from shardplan.constants import CONSTANTS
 from shardplan.errors import ArgumentError, PlanFileError, ShardplanError, UncheckedError, nearest
 from shardplan.frontend.argnums import positions
-from shardplan.frontend.nnx_state import (
-    abstract,
-    apart,
-    has_objects,
-    through,
-    trace_step,
-)
-from shardplan.ir import spec_text
+from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
+from shardplan.frontend.trace import Traced
 from shardplan.plans import files
 from shardplan.plans.fingerprint import fingerprint
 from shardplan.plans.jit_stages import TracedStep
 from shardplan.plans.runner import Runner
 from shardplan.report.plan_text import best_baseline
+from shardplan.shell.agreement import TIMEOUT_S, agreed, group_of, option_text
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import stages_in
@@ -66,6 +61,7 @@ class _Settings:
     cache_dir: str | PathLike[str] | None
     xla_flags: Mapping[str, Any] | bool | None
     check: str | None
+    timeout_s: float
     options: Mapping[str, Any]
 
 
@@ -79,6 +75,7 @@ def parallelize(
     cache_dir: str | PathLike[str] | None = None,
     xla_flags: Mapping[str, Any] | bool | None = None,
     check: Literal["first"] | None = None,
+    timeout_s: float = TIMEOUT_S,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Parallel]:
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
@@ -92,6 +89,9 @@ def parallelize(
     With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device and
     under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where that cannot run, for
     example because one device lacks the memory, a warning says so.
+
+    Under `jax.distributed`, process 0 plans (or uses ``cache_dir``) and the others receive its plan, as with `shardplan.agree`;
+    ``timeout_s`` is its own. Where ``devices``, or the mesh, are of one process alone, that process plans for itself.
 
     Raises:
         ShardplanError: for an unknown option, and for ``cache_dir`` beside stages or a placement.
@@ -110,7 +110,7 @@ def parallelize(
             "stages and placement"
         )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, check, options)
+    settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, check, timeout_s, options)
     return lambda step: Parallel(step, settings)
 
 
@@ -285,15 +285,30 @@ class Parallel:
     def _load_or_plan(self, pure: Callable[..., Any], call: _Call, args: tuple[Any, ...]) -> Plan | PlacedPlan:
         settings = self._settings
 
-        def plan_now() -> Plan | PlacedPlan:
-            step_plan = make_plan(pure, *args, cluster=settings.cluster, donate_argnums=call.donated, **settings.options)
+        def plan_now(traced: Traced | None) -> Plan | PlacedPlan:
+            options = settings.options if traced is None else {**settings.options, "traced": traced}
+            step_plan = make_plan(pure, *args, cluster=settings.cluster, donate_argnums=call.donated, **options)
             if step_plan.stopped == "interrupted":  # an interrupted call must end, not run a half-searched plan
                 raise KeyboardInterrupt
             return step_plan
 
-        if settings.cache_dir is None:
-            return plan_now()
+        group = group_of(settings.cluster, settings.devices, settings.timeout_s)
+        if settings.cache_dir is None and group is None:
+            return plan_now(None)
         traced = trace_step(pure, args, call.donated)
+
+        def make() -> Plan | PlacedPlan:
+            return plan_now(traced) if settings.cache_dir is None else self._cached(pure, call, traced, plan_now)
+
+        if group is None:
+            return make()
+        return agreed(group, pure, traced, settings.cluster, {**settings.options, "donate_argnums": call.donated}, make)
+
+    def _cached(
+        self, pure: Callable[..., Any], call: _Call, traced: Traced, plan_now: Callable[[Traced], Plan | PlacedPlan]
+    ) -> Plan | PlacedPlan:
+        """The plan in ``cache_dir``, or a new one that is kept there."""
+        settings, cache_dir = self._settings, Path(str(self._settings.cache_dir))
         cluster = resolve_cluster(settings.cluster)[0]
         key = (
             fingerprint(traced, numbers=False),
@@ -301,18 +316,18 @@ class Parallel:
             sorted(CONSTANTS.literals.items()),
             call.donated,
             memory_limit(settings.options.get("memory_limit"), cluster.device, os.environ),
-            sorted((k, _option(k, v)) for k, v in settings.options.items() if k not in ("observer", "memory_limit")),
+            sorted((k, option_text(k, v)) for k, v in settings.options.items() if k not in ("observer", "memory_limit")),
         )
-        file = Path(settings.cache_dir) / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
+        file = cache_dir / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():
             try:
                 mesh = settings.cluster if isinstance(settings.cluster, Mesh) else None
                 return for_step(str(file), files.read(file), pure, traced, mesh)
             except PlanFileError as error:
                 _log.warning("%s is planned again: %s", self._name, error)
-        step_plan = plan_now()
+        step_plan = plan_now(traced)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            cache_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PlanFileError(f"cache_dir={str(settings.cache_dir)!r} cannot be created: {error.strerror or error}") from error
         assert isinstance(step_plan, Plan), "cache_dir is refused beside stages and placements"
@@ -327,17 +342,6 @@ def _where(plan: Plan | PlacedPlan, figures: str) -> str:
     best = best_baseline(plan.data) if plan.baselines else None
     mesh = " x ".join(f"{n}={k}" for n, k in plan.axes.items())
     return f"mesh {mesh}, {figures}; best baseline {f'{best.name} {best.step_time_s:.3g} s' if best else 'none fits'}"
-
-
-def _option(name: str, value: Any) -> str:
-    """An option of `shardplan.plan` as text that is the same in every process."""
-    match name:
-        case "pins":
-            return repr(sorted((glob, spec_text(spec)) for glob, spec in (value or {}).items()))
-        case "replicate":
-            return repr(sorted(value))
-        case _:
-            return repr(value)
 
 
 # -- a call's arguments ------------------------------------------------------------------------------------------------

@@ -1,0 +1,364 @@
+"""One plan for all processes of a run: the first one makes it, and all have checked beforehand that they run the same step.
+
+Under `jax.distributed`, the processes exchange texts by the store of the coordinator, which runs in process 0:
+
+1. the first process publishes its terms: versions, cluster, options, arguments, and a mark for each op of the step;
+2. each other process compares its own with these, and answers with the first difference. The first one gathers the answers and
+   publishes what came of them, so that all raise the same error or none does;
+3. the first process makes the plan and publishes the text of its file, with a hash;
+4. each other process checks the hash, reads the plan, and answers as before.
+
+Each wait for answers ends after a limit. The wait for the plan has none: it lasts as long as the first process plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import shardplan
+from shardplan import _jax
+from shardplan.errors import AgreementError, PlanFileError, ShardplanError, size_text
+from shardplan.frontend.argnums import positions
+from shardplan.frontend.keywords import as_positional
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.frontend.trace import Traced
+from shardplan.ir import spec_text
+from shardplan.mesh import Cluster
+from shardplan.plans import files
+from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
+from shardplan.shell.api import plan as make_plan
+from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.factor_options import stages_in
+from shardplan.shell.loading import for_step
+from shardplan.shell.memory_default import memory_limit
+from shardplan.shell.plan_of_step import Plan
+from shardplan.versions import jax_version
+
+TIMEOUT_S = 300.0
+"""How long a process waits for the answers of others, as `jax.distributed.initialize` waits for them to connect."""
+
+_GRACE_S = 10.0
+"""By how much the others wait longer than the first process, which says who did not answer."""
+
+_REMEDY = "start the same program, with the same versions, cluster and options, in every process"
+
+_rounds: Counter[tuple[int, ...]] = Counter()
+"""How often each group of processes has agreed on a plan: the processes of a group count alike, as they run the same program."""
+
+
+def agree(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: ClusterLike,
+    donate_argnums: Sequence[int] | int = (),
+    kwargs: Mapping[str, Any] | None = None,
+    file: str | PathLike[str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    **options: Any,
+) -> Plan:
+    """One plan for all processes of `jax.distributed`, which all make this call: process 0 plans or loads, the others receive it.
+
+    Before that, all compare their program, versions, cluster and options with those of process 0. In one process, or on a
+    `jax.sharding.Mesh` of this process alone, this is `shardplan.plan`, which takes the same ``options``.
+
+    Args:
+        step: As for `shardplan.plan`, like ``args``, ``cluster``, ``donate_argnums``, ``kwargs`` and ``options``.
+        file: A saved plan, for process 0 to load instead of planning. Other processes need no file.
+        timeout_s: Seconds to wait for other processes. Planning itself takes as long as it takes.
+
+    Raises:
+        AgreementError: in all processes, if one differs from process 0 or does not answer, and in the others if it has no plan.
+        PlanFileError: if the file is not a plan, or was made for another model, other shapes, another cluster or other donations.
+        ShardplanError: for stages and placements, whose plans run in one process only.
+    """
+    positional, leaves = as_positional(step, args, kwargs)
+    donated = positions(donate_argnums, len(leaves), "donate_argnums")
+
+    group = group_of(cluster, None, timeout_s)
+    traced = trace_step(positional, leaves, donated)
+
+    def make() -> Any:
+        if file is not None:
+            return _loaded(file, positional, traced, donated, cluster)
+        named = {"kwargs": kwargs, "traced": traced, **options}
+        return make_plan(step, *args, cluster=cluster, donate_argnums=donate_argnums, **named)
+
+    if file is not None and options:
+        raise ShardplanError(f"{', '.join(options)} beside file=: a saved plan has its own options; leave them out, or the file")
+    if group is None:
+        return make()
+    return agreed(group, positional, traced, cluster, {"donate_argnums": donated, **options}, make)
+
+
+def _loaded(
+    file: str | PathLike[str], step: Callable[..., Any], traced: Traced, donated: Sequence[int], cluster: ClusterLike
+) -> Plan:
+    """The plan of a file, if it is for this step, cluster and donation."""
+    name, data, (resolved, mesh) = fspath(file), files.read(file), resolve_cluster(cluster)
+    if data.cluster.fingerprint() != resolved.fingerprint():
+        raise PlanFileError(
+            f"{name}: the plan is for the cluster {data.cluster.name}, not for {resolved.name}; plan for this one"
+        )
+    if tuple(data.donate_argnums) != tuple(donated):
+        raise PlanFileError(
+            f"{name}: the plan is for donate_argnums={data.donate_argnums}, not for {tuple(donated)}; give the same"
+        )
+    return for_step(name, data, step, traced, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes that share a plan, by number; the first one makes it. ``own`` is this process."""
+
+    members: tuple[int, ...]
+    own: int
+    timeout_s: float
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process makes the plan."""
+        return self.own == self.members[0]
+
+
+def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: float) -> Group | None:
+    """The processes whose devices a plan is for: those of ``devices`` or of a mesh, else all. None if they are one.
+
+    Raises:
+        ShardplanError: for a limit that is no positive number.
+    """
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
+        raise ShardplanError(f"unsupported timeout_s={timeout_s!r}: give the seconds to wait for other processes")
+    given = devices if devices is not None else cluster.devices.flat if isinstance(cluster, Mesh) else None
+    members = range(jax.process_count()) if given is None else sorted({d.process_index for d in given})
+    if len(members) < 2 or jax.process_index() not in members:
+        return None
+    return Group(tuple(members), jax.process_index(), timeout_s)
+
+
+def agreed(
+    group: Group,
+    step: Callable[..., Any],
+    traced: Traced,
+    cluster: ClusterLike,
+    options: Mapping[str, Any],
+    make: Callable[[], Any],
+) -> Plan:
+    """The plan that the first process of the group makes, in every process of it.
+
+    Raises:
+        AgreementError: in all of them, if one differs or does not answer, or if the first one has no plan.
+        ShardplanError: for stages and placements; in the first process, what ``make`` raises.
+    """
+    if stages_in(options.get("axes"))[0] != 1 or options.get("placement", "one") != "one":
+        raise ShardplanError(
+            f"a plan with groups of devices runs in one process, and this run has {len(group.members)}: "
+            "leave out stages and placement"
+        )
+    resolved, mesh = resolve_cluster(cluster)
+    talk = Exchange(group, _jax.Store(), _prefix(group))
+    own = _Terms(traced, resolved, options)
+    if group.leads:
+        talk.publish("terms", json.dumps(own.text()))
+        talk.settle("same terms", "")
+        return _published(talk, make)
+    talk.settle("same terms", own.difference(json.loads(talk.heard("terms", group.timeout_s + _GRACE_S))))
+    return _received(talk, lambda data: for_step(_SOURCE, data, step, traced, mesh))
+
+
+_SOURCE = "the plan of process 0"
+
+
+def _published(talk: Exchange, make: Callable[[], Plan]) -> Plan:
+    """The plan of the first process, which the others receive."""
+    sent = {"error": "it ended before it had one"}
+    try:
+        plan = make()
+        text = json.dumps(plan.to_json(), allow_nan=False)
+        sent = {"hash": _hash(text), "plan": text}
+    except ShardplanError as error:
+        sent = {"error": str(error)}
+        raise
+    finally:
+        talk.publish("plan", json.dumps(sent))
+    talk.settle("same plan", "")
+    talk.forget("plan")
+    return plan
+
+
+def _received(talk: Exchange, load: Callable[[Any], Plan]) -> Plan:
+    """The plan that the first process has published."""
+    sent = json.loads(talk.heard("plan", None))
+    if "error" in sent:
+        raise AgreementError(f"process {talk.group.members[0]} has no plan: {sent['error']}", processes=talk.group.members[:1])
+    try:
+        if _hash(sent["plan"]) != sent["hash"]:
+            raise AgreementError("the plan has another hash than it was sent with")
+        plan = load(files.parse(_SOURCE, sent["plan"]))
+    except ShardplanError as error:
+        talk.settle("same plan", str(error))
+        raise
+    talk.settle("same plan", "")
+    return plan
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _prefix(group: Group) -> str:
+    _rounds[group.members] += 1
+    return f"shardplan/{_hash(repr(group.members))}/{_rounds[group.members]}"
+
+
+# -- what must be the same ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What must be the same in every process."""
+
+    traced: Traced
+    cluster: Cluster
+    options: Mapping[str, Any]
+
+    def text(self) -> dict[str, Any]:
+        """The terms as JSON values."""
+        return {
+            "values": self._values(),
+            "cluster": self.cluster.to_toml(),
+            "arguments": arguments(self.traced),
+            "marks": marks(self.traced, numbers=True),
+            "fingerprint": fingerprint(self.traced),
+        }
+
+    def _values(self) -> dict[str, str]:
+        limit = memory_limit(self.options.get("memory_limit"), self.cluster.device, os.environ)
+        return {
+            "shardplan's version": shardplan.__version__,
+            "JAX's version": jax_version(),
+            "cluster": f"{self.cluster.name} ({self.cluster.fingerprint()})",
+            "memory_limit": size_text(limit.nbytes),
+            **{name: option_text(name, self.options[name]) for name in sorted(self.options) if name not in _OWN_OR_SHOWN},
+        }
+
+    def difference(self, first: Mapping[str, Any]) -> str:
+        """The first difference from the terms of the first process, as text; ``""`` if there is none."""
+        there, here = first["values"], self._values()
+        for name in dict.fromkeys([*there, *here]):
+            if there.get(name) != here.get(name):
+                values = f"{name} is {here.get(name, 'not given')} instead of {there.get(name, 'not given')}"
+                return values + (self._cluster_line(first["cluster"]) if name == "cluster" else "")
+        if fingerprint(self.traced) == first["fingerprint"]:
+            return ""
+        return (
+            different_arguments(first["arguments"], arguments(self.traced))
+            or first_difference(first["marks"], self.traced, numbers=True)
+            or "an array that the step closes over, or its results, are others"
+        )
+
+    def _cluster_line(self, first: str) -> str:
+        """The first line behind the name in which the text of this cluster differs from that of the first process."""
+        pairs = zip(self.cluster.to_toml().splitlines()[1:], first.splitlines()[1:], strict=False)
+        return next((f": {here} instead of {there}" for here, there in pairs if here != there), "")
+
+
+_OWN_OR_SHOWN = ("memory_limit", "observer", "traced")
+"""The options that are compared in another form, or that each process may have of its own."""
+
+
+def option_text(name: str, value: Any) -> str:
+    """An option of `shardplan.plan` as text that is the same in every process."""
+    match name:
+        case "pins":
+            return repr(sorted((glob, spec_text(spec)) for glob, spec in (value or {}).items()))
+        case "replicate":
+            return repr(sorted(value))
+        case _:
+            return repr(value)
+
+
+# -- the exchange ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a group of processes tells each other in one agreement, under keys that begin with ``prefix``."""
+
+    group: Group
+    store: _jax.Store
+    prefix: str
+
+    def publish(self, key: str, text: str) -> None:
+        """Tells all processes."""
+        self.store.set(f"{self.prefix}/{key}", text)
+
+    def forget(self, key: str) -> None:
+        """Removes what all processes have read."""
+        self.store.delete(f"{self.prefix}/{key}")
+
+    def heard(self, key: str, limit_s: float | None) -> str:
+        """What the first process has told.
+
+        Raises:
+            AgreementError: if it has not told it in time.
+        """
+        text = self.store.get(f"{self.prefix}/{key}", limit_s)
+        if text is None:
+            raise _silent(self.group.members[:1], self.group.timeout_s)
+        return text
+
+    def settle(self, key: str, difference: str) -> None:
+        """Waits until all processes have answered ``key``; each gives its ``difference`` from the first, ``""`` if there is none.
+
+        Raises:
+            AgreementError: in all processes, if one differs or has not answered in time.
+        """
+        if self.group.leads:
+            summary = self._gathered(key)
+            self.publish(key, json.dumps(summary))
+        else:
+            self.publish(f"{key}/{self.group.own}", difference)
+            summary = json.loads(self.heard(key, self.group.timeout_s + _GRACE_S))
+        if summary["differ"]:
+            raise _different(summary["differ"], self.group.members[0])
+        if summary["silent"]:
+            raise _silent(summary["silent"], self.group.timeout_s)
+
+    def _gathered(self, key: str) -> dict[str, Any]:
+        """What the others have answered: (process, difference) of those that differ, and the silent ones."""
+        end = time.monotonic() + self.group.timeout_s
+        answers = {
+            m: self.store.get(f"{self.prefix}/{key}/{m}", max(end - time.monotonic(), 0.0)) for m in self.group.members[1:]
+        }
+        return {"differ": [row for row in answers.items() if row[1]], "silent": [m for m, a in answers.items() if a is None]}
+
+
+def _different(differ: Sequence[tuple[int, str]], first: int) -> AgreementError:
+    processes, difference = [m for m, _ in differ], differ[0][1]
+    others = f", and {_named(processes[1:])} too" if processes[1:] else ""
+    message = f"process {processes[0]} differs from process {first}{others}: {difference}; {_REMEDY}"
+    return AgreementError(message, processes=processes, difference=difference)
+
+
+def _silent(processes: Sequence[int], timeout_s: float) -> AgreementError:
+    return AgreementError(
+        f"{_named(processes)} did not ask for this plan within {timeout_s:g} s: see the output there, {_REMEDY}, or raise "
+        "timeout_s where tracing takes longer",
+        processes=processes,
+    )
+
+
+def _named(processes: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, processes[:8])) + (f" and {len(processes) - 8} more" if len(processes) > 8 else "")
+    return f"process{'es' if len(processes) > 1 else ''} {numbers}"

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..constants import CONSTANTS
 from ..ir import Collective, Factor
 from ..mesh.cluster import Cluster
-from ..mesh.factoring import check_cover, coordinates
+from ..mesh.factoring import check_cover, coordinates, factors_of
 from ..mesh.topology import Topology
 
 Algorithm = Literal["auto", "ring", "tree", "emitted"]
@@ -37,7 +37,8 @@ _DENSE_COUNTERS = 1 << 14  # up to this many counters are all allocated; of more
 class _Round:
     """One instruction: source, target, group and bytes per byte of operand of each message, and the latency of them together.
 
-    It runs ``times`` in a row.
+    It runs ``times`` in a row. In a round of permutes (``direct``) each device is a group of its own and sends over one rail;
+    NCCL's collectives drive a rail from each device of a group.
     """
 
     source: Ints
@@ -46,6 +47,7 @@ class _Round:
     weight: Floats
     latency_s: float
     times: int = 1
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class Network:
     def among(self, kind: Collective, groups: Sequence[Sequence[int]], nbytes: float) -> tuple[float, frozenset[int]]:
         """(seconds, levels that are crossed) of one collective instruction among these groups of devices, all of one size.
 
-        The groups of a permute are (source, target) pairs. As in `seconds`, the least of the algorithms; where the groups are not
-        those of some factors, of the ring.
+        The groups of a permute are (source, target) pairs. Where the groups are those of some factors, whichever these are, the
+        seconds are those of `seconds`; elsewhere an all-reduce is a ring.
         """
         if not groups:
             return 0.0, frozenset()
@@ -128,15 +130,14 @@ class Network:
         if not over:
             return np.zeros((1, 2)), levels
         if kind in (Collective.PERMUTE, Collective.SHIFT):
-            outside = [i for i in range(len(self.factors)) if i not in over]
-            group = np.unique(at[members[:, 0]][:, outside], axis=0, return_inverse=True)[1].ravel()
-            latency_s = float(_hops(self, members[:, :1], members[:, 1:]).max())
-            pairs = _Round(members[:, 0], members[:, 1], group, np.ones(len(members)), latency_s)
-            slope = self._slope(pairs, over, tree=False)
-            return np.array([(latency_s + self.cluster.device.instruction_s, slope)]), levels
+            pairs = _permutes(self, members[:, :1], members[:, 1:])
+            return np.array([(pairs.latency_s + self.cluster.device.instruction_s, self._slope(pairs, over, tree=False))]), levels
         members = np.sort(members, axis=1)
-        whole = members.shape[1] == math.prod(self.factors[i].size for i in over)
-        shapes = _shapes(kind, False, "auto" if whole or kind != Collective.ALL_REDUCE else "ring")
+        if found := factors_of(self.cluster, members[0].tolist()):
+            network = self.over(found[0])
+            if {*map(tuple, network.groups(found[1]).tolist())} == {*map(tuple, members.tolist())}:
+                return network.lines(kind, found[1]), levels
+        shapes = _shapes(kind, False, "ring" if kind == Collective.ALL_REDUCE else "auto")
         return np.array([self._line(kind, members, over, shape) for shape in shapes]), levels
 
     def busy(self, kind: Collective, over: Sequence[int], *, first: Sequence[int] = (), algorithm: Algorithm = "auto") -> Floats:
@@ -189,7 +190,7 @@ class Network:
         """The line of a message pattern: that of its messages, and the launches of its instructions."""
         instructions = 1
         if shape == Collective.ALL_TO_ALL and all(level.kind != "ring" for level in self.cluster.levels):
-            latency_s, slope = self._even_all_to_all(members, over)
+            latency_s, slope = self._even_all_to_all(members)
         elif shape == "ring":
             latency_s, slope = self._ring_line(kind, members, over)
         else:
@@ -216,7 +217,7 @@ class Network:
 
     def _slopes(self, r: _Round, over: Sequence[int], *, tree: bool) -> Floats:
         """Seconds per byte of each level: of its busiest link, of a group that drives too few rails of a link, or of a group's
-        busiest connection.  # [levels]
+        busiest connection. In a round of permutes, each device is such a group.  # [levels]
         """
         message, link = self._routes(r.source, r.target)
         weight = r.weight[message]
@@ -226,7 +227,8 @@ class Network:
         worst = np.zeros(len(tiers))
         np.maximum.at(worst, level, np.bincount(link, weights=weight, minlength=len(speed)) / speed)
         for index, tier in enumerate(tiers):
-            drivers = math.prod(self.factors[i].size for i in set(over) if self.factors[i].level > index)
+            inside = math.prod(self.factors[i].size for i in set(over) if self.factors[i].level > index)
+            drivers = 1 if r.direct else inside
             worst[index] = max(worst[index], self._connection(r, index, min(drivers, tier.rails), tree=tree))
             if drivers >= tier.rails:
                 continue
@@ -274,15 +276,17 @@ class Network:
             self.memo[key] = self.topology.routes(source, target)
         return self.memo[key]
 
-    def _even_all_to_all(self, members: Ints, over: Sequence[int]) -> tuple[float, float]:
+    def _even_all_to_all(self, members: Ints) -> tuple[float, float]:
         """The line of `_all_to_all` without its n * n messages, for clusters without rings: all children of a level are alike."""
-        n, shape, worst = members.shape[1], self.cluster.shape, 0.0
+        (groups, n), shape, worst = members.shape, self.cluster.shape, 0.0
         for index, (level, tier) in enumerate(zip(self.cluster.levels, self.topology.tiers, strict=True)):
-            inside = math.prod(self.factors[i].size for i in over if self.factors[i].level > index)
+            below = math.prod(shape[index + 1 :])
+            child = members // below + np.arange(groups)[:, None] * (len(self._coordinates) // below)
+            inside = int(np.unique(child, return_counts=True)[1].min())  # the devices of a group in one child
             leaving = (n - inside) / n  # the fraction of a device's bytes that leaves its child of the level
             speed = level.bandwidth_bytes_per_s * level.ring_efficiency
-            below = math.prod(shape[index + 1 :]) * tier.ports_per
-            worst = max(worst, below * leaving / speed, inside * leaving * level.rails / (min(inside, level.rails) * speed))
+            driven = inside * leaving * level.rails / (min(inside, level.rails) * speed)
+            worst = max(worst, below * tier.ports_per * leaving / speed, driven)
         far = float(_hops(self, members[:1, [0] * (n - 1)], members[:1, 1:]).max())
         return far + (n - 2) * self.cluster.levels[-1].latency_s, worst
 
@@ -331,6 +335,12 @@ def _round(net: Network, source: Ints, target: Ints, weight: float, latency_s: f
     return _Round(source.ravel(), target.ravel(), group.ravel(), np.full(source.size, weight), latency_s)
 
 
+def _permutes(net: Network, source: Ints, target: Ints, weight: float = 1.0) -> _Round:
+    """One instruction of permutes, from [groups, messages] arrays."""
+    of, to = source.ravel(), target.ravel()
+    return _Round(of, to, of, np.full(of.size, weight), float(_hops(net, source, target).max()), direct=True)
+
+
 def _hops(net: Network, source: Ints, target: Ints) -> Floats:
     return net.topology.latencies(source.ravel(), target.ravel()).reshape(source.shape)
 
@@ -348,8 +358,7 @@ def _relay(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -
     """A ring of permutes: each passes 1/n of the bytes to the next device, n - 1 times, twice as often for an all-reduce."""
     n = members.shape[1]
     following = np.roll(members, -1, axis=1)
-    step = _round(net, members, following, 1 / n, float(_hops(net, members, following).max()))
-    return [replace(step, times=(2 if kind == Collective.ALL_REDUCE else 1) * (n - 1))]
+    return [replace(_permutes(net, members, following, 1 / n), times=(2 if kind == Collective.ALL_REDUCE else 1) * (n - 1))]
 
 
 def _tree(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
@@ -389,7 +398,7 @@ def _binomial(net: Network, kind: Collective, members: Ints, over: Sequence[int]
     for parents, children in binomial_rounds(members.shape[1]):
         high, low = members[:, parents], members[:, children]
         source, target = (low, high) if kind == Collective.REDUCE else (high, low)
-        rounds.append(_round(net, source, target, 1.0, float(_hops(net, source, target).max())))
+        rounds.append(_permutes(net, source, target))
     return rounds
 
 
@@ -421,14 +430,14 @@ def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int])
     """Every device sends all its bytes to the one that has its place after; some stay where they are."""
     half = len(over) // 2
     source, target = (_in_places(net, members, order) for order in (over[:half], over[half:]))
-    return [_round(net, source, target, 1.0, float(_hops(net, source, target).max()))]
+    return [_permutes(net, source, target)]
 
 
 def _shift(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
     """Every device but the last sends all its bytes to the next one."""
     placed = _in_places(net, members, over)
     source, target = placed[:, :-1], placed[:, 1:]
-    return [_round(net, source, target, 1.0, float(_hops(net, source, target).max()))]
+    return [_permutes(net, source, target)]
 
 
 def _in_places(net: Network, members: Ints, order: Sequence[int]) -> Ints:

@@ -139,6 +139,30 @@ def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
     return result
 
 
+def factors_of(cluster: Machine, group: Sequence[int]) -> tuple[tuple[Factor, ...], tuple[int, ...]] | None:
+    """(factors of the cluster, the indices of those along which the devices of this group differ); None where there are none.
+
+    >>> from shardplan.mesh import Cluster
+    >>> factors, over = factors_of(Cluster.load("2x8"), [1, 3, 9, 11])
+    >>> [(f.name, f.size, f.stride) for f in factors], over
+    ([('node', 2, 1), ('gpu_4', 2, 4), ('gpu_2', 2, 2), ('gpu_1', 2, 1)], (0, 2))
+    """
+    parts = _parts(cluster, [device - group[0] for device in group])
+    if parts is None:
+        return None
+    result = list[Factor]()
+    for index, level in enumerate(cluster.levels):
+        stride, own = 1, list[Factor]()
+        for part in sorted((f for f in parts if f.level == index), key=lambda f: f.stride):
+            if part.stride % stride:
+                return None
+            own += [Factor(f"{level.name}_{stride}", part.stride // stride, index, stride), part]
+            stride = part.stride * part.size
+        own.append(Factor(f"{level.name}_{stride}", level.size // stride, index, stride))
+        result += [f for f in reversed(own) if f.size > 1]
+    return tuple(result), tuple(i for i, f in enumerate(result) if f in parts)
+
+
 def _level_of(cluster: Machine, step: int) -> tuple[int, int]:
     """The slowest level of which ``step`` devices are whole children, and the number of these children."""
     below = cluster.size

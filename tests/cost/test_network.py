@@ -286,3 +286,34 @@ def test_a_second_interconnect_reaches_the_bandwidth_that_it_states() -> None:
     closing[1], closing[2] = closing[2], closing[1]
     ring = [Network(c, tuple(closing)).lines(Collective.ALL_REDUCE, (2,), algorithm="ring")[0, 1] for c in (v100, slower)]
     assert ring[0] == ring[1] == pytest.approx(2 * 3 / 4 / 10.9e9)
+
+
+@given(networks(), st.data())
+def test_groups_cost_the_same_whatever_the_factors_of_the_network_are(net: Network, data: st.DataObject):
+    over = tuple(i for i in range(len(net.factors)) if data.draw(st.booleans()))
+    whole = Network(net.cluster, factors(net.cluster))
+    nbytes = data.draw(st.floats(1.0, 1e9))
+    for kind in KINDS:
+        if kind not in (Collective.PERMUTE, Collective.SHIFT):
+            groups = [[int(device) for device in row] for row in net.groups(over)]
+            assert whole.among(kind, groups, nbytes)[0] == pytest.approx(float(net.seconds(kind, over, nbytes)), rel=1e-12)
+
+
+def test_one_permuting_device_drives_one_rail() -> None:
+    net = network(Cluster.load("2x8"))
+    rail = net.cluster.levels[0].bandwidth_bytes_per_s * net.cluster.levels[0].ring_efficiency / net.cluster.levels[0].rails
+    assert net.lines(Collective.SHIFT, (0, 1))[0, 1] == pytest.approx(1 / rail)  # one device of each node sends to the next
+    assert net.among(Collective.PERMUTE, [(7, 8)], 1e9)[0] == pytest.approx(1e9 / rail, rel=1e-3)
+    assert net.lines(Collective.PERMUTE, (0, 1, 1, 0))[0, 1] > 0
+
+
+def test_an_all_to_all_over_a_part_of_a_node_pays_for_what_leaves_it() -> None:
+    net = network(Cluster.load("2x8"))
+    cut = network(net.cluster, {"gpu": (4, 2)})
+    groups = cut.groups((0, 1)).tolist()
+    assert net.among(Collective.ALL_TO_ALL, groups, 64e6)[0] == pytest.approx(
+        float(cut.seconds(Collective.ALL_TO_ALL, (0, 1), 64e6))
+    )
+    ports = net.cluster.levels[0]
+    half = 64e6 * 8 * 0.5 / (ports.bandwidth_bytes_per_s * ports.ring_efficiency)
+    assert net.among(Collective.ALL_TO_ALL, groups, 64e6)[0] == pytest.approx(half, rel=0.05)

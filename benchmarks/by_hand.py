@@ -49,6 +49,8 @@ PLAN = "plan"
 OURS = {"data parallel": "data parallel", "FSDP": "FSDP", "hybrid FSDP": "data x FSDP"}
 """Programs by hand whose sharding is also that of one of our baselines."""
 KEPT = ROOT / "benchmarks" / "by_hand.json"
+AIMS: Mapping[str, float] = {"seconds": 0.01, "compute_s": 0.01, "bytes": 0.02, "temporary": 0.05}
+"""How much more than by hand our program of the same sharding may take, compute, send and hold."""
 
 
 # -- one program -------------------------------------------------------------------------------------------------------
@@ -75,16 +77,17 @@ def measured(name: str, programs: Sequence[str], text: Path | None) -> Iterator[
 
 
 def _by_hand(name: str, program: str, machine: Any, text: Path | None) -> dict[str, Any]:
-    """The figures of a program by hand with the faster flags; ``xla_seconds`` is the less of both sets of flags."""
+    """The figures of a program by hand with the faster flags with which it fits; ``xla_seconds`` is the less of both."""
     from shardplan.plans.xla_flags import xla_flags
 
     cluster = ROWS[name].cluster()
     lowered = by_hand(ROWS[name], HANDS[program], machine)
-    made = [
+    compiled = [
         {**figures(lowered, flags, cluster, _file(text, name, f"{program}.{which}")), "flags": which}
         for which, flags in (("default", {}), ("plan's", xla_flags(cluster)))
     ]
-    return {**min(made, key=lambda one: one["seconds"]), "xla_seconds": min(one["xla_seconds"] for one in made)}
+    fitting = [one for one in compiled if _fits(one)] or compiled
+    return {**min(fitting, key=lambda one: one["seconds"]), "xla_seconds": min(one["xla_seconds"] for one in fitting)}
 
 
 def _planned(name: str, programs: Sequence[str], machine: Any, text: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -97,8 +100,8 @@ def _planned(name: str, programs: Sequence[str], machine: Any, text: Path | None
     for program in programs:
         chosen = plan if program == PLAN else plan.as_baseline(_own_name(plan, OURS[program.removeprefix("our ")], gpus))
         lowered = chosen.jit(step, machine.devices, "explicit").lower(*args)
-        made = figures(lowered, {}, cluster, _file(text, name, program))
-        yield program, {**made, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
+        compiled = figures(lowered, {}, cluster, _file(text, name, program))
+        yield program, {**compiled, **predictions(chosen), "axes": plan.axes, "plan_s": plan.trace_s + plan.search_s}
 
 
 def _own_name(plan: Any, name: str, gpus: int) -> str:
@@ -202,6 +205,11 @@ def modelled_s(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
+def _fits(program: Mapping[str, Any]) -> bool:
+    """Whether a compiled program fits a device."""
+    return program["peak"] <= program["memory"]
+
+
 def _file(text: Path | None, row: str, program: str) -> Path | None:
     return text / f"{row}.{program.replace(' ', '_')}.hlo" if text else None
 
@@ -296,26 +304,30 @@ def judge(kept: Kept) -> list[str]:
         "| row | cluster | plan, ms | exposed | GiB | best by hand | ms | exposed | GiB | plan / best | by XLA's model |",
         "|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    ratios, exposing = [], []
+    ratios, by_xla, exposing, failed = list[float](), list[float](), list[float](), 0
     for name, found in kept.items():
-        hands = {p: r for p, r in found.items() if p in HANDS and "seconds" in r and r["peak"] <= r["memory"]}
+        hands = {p: r for p, r in found.items() if p in HANDS and "seconds" in r and _fits(r)}
         plan = found.get(PLAN, {})
-        if "seconds" not in plan or not hands:
-            lines.append(f"| {name} | {ROWS[name].shape} | {plan.get('failed', '').replace('|', '/')} | | | | | | | | |")
+        if "seconds" not in plan or not _fits(plan) or not hands:
+            why = "it does not fit" if "seconds" in plan and not _fits(plan) else plan.get("failed", "").replace("|", "/")
+            lines.append(f"| {name} | {ROWS[name].shape} | {why} | | | | | | | | |")
+            failed += 1
             continue
         best = min(hands, key=lambda p: hands[p]["seconds"])
         theirs = hands[best]
         ratios.append(plan["seconds"] / theirs["seconds"])
         if theirs["exposed_s"] > 0.1 * theirs["seconds"]:
             exposing.append(ratios[-1])
-        by_xla = plan["xla_seconds"] / min(r["xla_seconds"] for r in hands.values())
+        by_xla.append(plan["xla_seconds"] / min(r["xla_seconds"] for r in hands.values()))
         sides = f"{_times_and_peak(plan)} | {best}, {theirs['flags']} flags | {_times_and_peak(theirs)}"
         cluster = f"{ROWS[name].shape}{', 100 Gb/s' * ROWS[name].slow}"
-        lines.append(f"| {name} | {cluster} | {sides} | {ratios[-1]:.3f} | {by_xla:.3f} |")
-    if ratios:
-        median, worst = statistics.median(ratios), max(ratios)
-        over = sum(r > 1.01 for r in ratios)
-        lines += ["", f"{len(ratios)} rows: median {median:.3f}, largest {worst:.3f}, {over} over 1.01."]
+        lines.append(f"| {name} | {cluster} | {sides} | {ratios[-1]:.3f} | {by_xla[-1]:.3f} |")
+    lines.append("")
+    for which, column in (("", ratios), (" by XLA's model", by_xla)) if ratios else ():
+        median, worst, over = statistics.median(column), max(column), sum(r > 1.01 for r in column)
+        lines.append(f"{len(column)} rows{which}: median {median:.3f}, largest {worst:.3f}, {over} over 1.01.")
+    if failed:
+        lines.append(f"{failed} rows have no plan, or no program by hand, that fits.")
     if exposing:
         median = statistics.median(exposing)
         lines.append(f"Where the best by hand exposes over a tenth of its time ({len(exposing)} rows): median {median:.3f}.")
@@ -323,16 +335,23 @@ def judge(kept: Kept) -> list[str]:
 
 
 def ours(kept: Kept) -> list[str]:
-    """The programs that shardplan emits for the shardings by hand, over those by hand: ratios of each row, and their medians."""
+    """The programs that shardplan emits for the shardings by hand, over those by hand: ratios of each row, and their medians.
+
+    Ratios beyond `AIMS` are bold.
+    """
     lines = ["| row | sharding | step | compute | bytes | temporary |", "|---|---|---:|---:|---:|---:|"]
     all_ratios: list[list[float]] = []
     for name, found in kept.items():
         for hand in OURS:
             mine, theirs = found.get(f"our {hand}", {}), found.get(hand, {})
             if "seconds" in mine and "seconds" in theirs:
-                ratios = [mine[k] / theirs[k] if theirs[k] else 1.0 for k in ("seconds", "compute_s", "bytes", "temporary")]
-                lines.append(f"| {name} | {hand} | {' | '.join(f'{r:.3f}' for r in ratios)} |")
+                ratios = [mine[k] / theirs[k] if theirs[k] else 1.0 for k in AIMS]
+                cells = [f"**{r:.3f}**" if r > 1 + aim else f"{r:.3f}" for r, aim in zip(ratios, AIMS.values(), strict=True)]
+                lines.append(f"| {name} | {hand} | {' | '.join(cells)} |")
                 all_ratios.append(ratios)
+            elif mine or theirs:
+                why = mine.get("failed") or theirs.get("failed") or ("not measured" if not mine else "not written by hand")
+                lines.append(f"| {name} | {hand} | {why.replace('|', '/')} | | | |")
     medians = [statistics.median(column) for column in zip(*all_ratios, strict=True)]
     return [*lines, *([f"| median | | {' | '.join(f'{r:.3f}' for r in medians)} |"] if medians else [])]
 

@@ -25,8 +25,8 @@ Spec = tuple[Any, ...]
 @dataclass(frozen=True, slots=True)
 class Hand:
     """A sharding as people write it: the sizes of its mesh axes, the spec of a weight by its path and shape, that of a batch, and
-    where activations lie between blocks. ``needs`` says for which rows it makes sense, ``dispatched`` where the tokens lie that
-    experts take (`models.moe`).
+    where activations lie between blocks. ``needs`` says for which rows it makes sense, ``dispatched`` how the tokens of
+    experts are sharded (`models.moe`).
     """
 
     axes: Callable[[int, int], Mapping[str, int]]

@@ -1,8 +1,8 @@
 """The kernels of a compiled program: how often each runs, the bytes that it reads and writes, and the flops of its products.
 
 A kernel is an instruction that a device executes by itself: a fusion, a library call, a copy, a scatter. Its bytes are those of
-its operands and results. Of an operand of which it reads slices, they are those of the slices; of a buffer that it updates in
-place, those of the update. Collectives, and what only renames a buffer, are no kernels.
+its operands and results. Only the slices count of an operand that is sliced, and only the update of a buffer that is updated in
+place. Collectives, and what only renames a buffer, are no kernels.
 """
 
 # pyright: strict

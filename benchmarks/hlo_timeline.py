@@ -204,4 +204,4 @@ class _Walk:
 
 def _called(i: Instruction) -> str:
     """The computation that a call runs."""
-    return next(name for role, name in i.called if role in ("to_apply", "calls", "called_computations"))
+    return next(name for role, name in i.called if role in ("to_apply", "calls"))

@@ -144,9 +144,12 @@ def weakly_typed(x: Any) -> Any:
 
 
 def row_major(x: Any) -> Any:
-    """The value in row-major memory order, whatever the compiler would choose; unchanged if JAX removes this experimental API."""
+    """The value in row-major memory order on CPUs, whatever the compiler would choose; unchanged on other platforms, and if JAX
+    removes this experimental API.
+    """
     try:
         layout = importlib.import_module("jax.experimental.layout")
-        return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+        order = layout.Layout(tuple(range(x.ndim)))
     except (ImportError, AttributeError):
         return x
+    return jax.lax.platform_dependent(x, cpu=lambda x: layout.with_layout_constraint(x, order), default=lambda x: x)

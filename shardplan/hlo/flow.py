@@ -59,7 +59,7 @@ def _step(module: Module, value: Value, user: Instruction, number: int) -> Itera
                 yield Value(here, user)
         case "tuple":
             yield Value(here, user, number)
-        case "optimization-barrier" | "copy-start" | "copy-done" | "async-update" | "async-done":
+        case "opt-barrier" | "copy-start" | "copy-done" | "async-update" | "async-done":
             yield Value(here, user, value.index)
         case "fusion" | "call" | "async-start":
             inner = module.computations[user.called[0][1]]
@@ -96,7 +96,7 @@ def source(module: Module, value: Value) -> Value | None:
             return Value(here, here.instructions[at.operands[0]], int(at.attribute(r"index=(\d+)") or 0))
         case "tuple" if value.index is not None:
             return Value(here, here.instructions[at.operands[value.index]])
-        case "optimization-barrier":
+        case "opt-barrier":
             return Value(here, here.instructions[at.operands[0]], value.index)
         case "fusion" | "call":
             inner = module.computations[at.called[0][1]]

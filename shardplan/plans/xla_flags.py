@@ -12,7 +12,9 @@ def xla_flags(cluster: Machine) -> dict[str, int]:
     """Flags by name, without dashes, as `compiler_options` of `jax.jit` or ``--NAME=VALUE`` in the environment's XLA_FLAGS.
 
     - A plan reduces each gradient as soon as it is ready. XLA's GPU compiler merges collectives of one kind and the same groups,
-      up to 30 MiB; the merged collective waits for the last operand. The flags merge only those too small to fill a link.
+      up to 30 MiB; the merged collective waits for the last operand. The flags merge only those too small to fill a link of the
+      level that is filled last. A reduce-scatter's threshold is for groups of that level's size: XLA adds up results, so those of
+      larger groups are merged up to as many times more.
     - A plan uses the links of all levels at once. XLA runs one collective at a time; the flag allows two for each level: one that
       runs, and one that is queued for the same link.
     """
@@ -21,7 +23,7 @@ def xla_flags(cluster: Machine) -> dict[str, int]:
     parts = [nbytes // cluster.levels[level].size for level, nbytes in zip(levels, largest, strict=True)]
     return {
         **{f"xla_gpu_{kind}_combine_threshold_bytes": max(largest, default=0) for kind in WHOLE},
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(parts, default=0),  # XLA adds up results
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(parts, default=0),
         "xla_gpu_experimental_parallel_collective_overlap_limit": 2 * max(len(levels), 1),
     }
 

@@ -52,8 +52,8 @@ def compilable(primitive: str, inputs: Sequence[Any], params: Mapping[str, Any])
         case "gather" if params["mode"] == lax.GatherScatterMode.CLIP:
             dims = params["dimension_numbers"].start_index_map
             last = [rewritten[0].shape[d] - params["slice_sizes"][d] for d in dims]
-            if np.iinfo(rewritten[1].dtype).max >= max(last, default=0):
-                rewritten[1] = jnp.clip(rewritten[1], 0, np.asarray(last, rewritten[1].dtype))
+            dtype = rewritten[1].dtype
+            rewritten[1] = jnp.clip(rewritten[1], 0, np.minimum(last, np.iinfo(dtype).max).astype(dtype))
         case _ if primitive.startswith("scatter") and _writes_one_row(inputs):
             rewritten[0] = lax.optimization_barrier(rewritten[0])
         case _:

@@ -83,8 +83,8 @@ class _Loops:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The roles that recipes need: of each argument, with its number and variable (None: data); of all other variables, grouped
-    by rank, domain and role; the loops of each op, and the batch dim of each tensor.
+    """What recipes need to know: each argument's number, variable and role (None: data); all other variables, grouped by rank,
+    domain and role; each op's loops.
     """
 
     arguments: Sequence[tuple[int, int, _StateRole | None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -70,16 +71,17 @@ def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", MACHINES)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "on"), [*zip(TINY, itertools.cycle(MACHINES), strict=False)])
 def test_a_model_runs_as_planned(name: str, on: str) -> None:
     step, args = factory(name)(concrete=True)
     check(step, args, on, donate_argnums=0, merged=MERGED.get(name, 0.0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", MACHINES)
-@pytest.mark.parametrize(("name", "chosen"), [(name, chosen) for name, have in HAVE.items() for chosen in have])
+@pytest.mark.parametrize(
+    ("name", "chosen", "on"),
+    [(*row, on) for row, on in zip(((n, c) for n, have in HAVE.items() for c in have), itertools.cycle(MACHINES), strict=False)],
+)
 def test_a_model_with_options_runs_as_planned(name: str, chosen: str, on: str) -> None:
     size = {key: value for key, value in TINY[name].items() if key != "layers"} | (
         {"layers": 3} if "layers" in TINY[name] else {}

@@ -51,17 +51,18 @@ def test_a_sample_of_all_strategies(group: int) -> None:
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
     assert found.cases > 100
-    assert min(found.cuts, found.pairs, found.idle, found.partial, found.uneven) > 5
+    assert min(found.cuts, found.pairs, found.idle, found.partial) > 5
+    assert group or found.uneven > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strategies_of_every_primitive(backend: str) -> None:
-    every_mode = tasks(INDEXING, *EVERY_MODE, backend)
-    found = sweep([*whole(primitives(), 0, 1, backend), *every_mode], jobs=2, budget_s=3600.0)
+def test_strategies_of_a_third_of_all_primitives(backend: str) -> None:
+    third, every_mode = primitives()[BACKENDS.index(backend) :: 3], tasks(INDEXING, *EVERY_MODE, backend)
+    found = sweep([*whole(third, 0, 1, backend), *every_mode], jobs=2, budget_s=3600.0)
     assert not found.faults, "\n".join(found.faults)
     assert not found.skipped
-    assert set(found.primitives) >= set(primitives())
+    assert set(found.primitives) >= set(third)
     assert {f"{name} {mode}" for name in INDEXING for mode in MODES} <= set(found.classes)
 
 

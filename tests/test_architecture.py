@@ -65,6 +65,7 @@ JAX_FILES = (
     "shell.api",
     "shell.parallel",
     "shell.place",
+    "shell.placed_loading",
     "shell.placed_plan",
     "shell.score",
     "shell.score_command",

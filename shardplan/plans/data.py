@@ -142,6 +142,11 @@ class PlanData:
     explanations: Mapping[str, str] | None = None
 
     @property
+    def argument_types(self) -> dict[str, str]:
+        """The type of each argument, by path: ``{"params/up": "float32[512, 2048]"}``."""
+        return {a.path: f"{a.dtype}{list(a.shape)}" for a in self.arguments}
+
+    @property
     def communication_s(self) -> float:
         """The seconds in which devices communicate."""
         return sum(c.seconds * c.times for c in self.collectives)

@@ -1,22 +1,24 @@
-"""Plan files: a `PlanData` written as JSON, and checked when it is read."""
+"""Plan files: a `PlanData`, or a `PlacedData` with one for each group, written as JSON, and checked when it is read."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardplan.cost.overlap import POOLS
 from shardplan.errors import ClusterError, PlanFileError
 from shardplan.ir import Layout, Use, spec_text
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import check_cover
+from shardplan.mesh.groups import group_cluster
 from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
+from shardplan.plans.placed_data import PlacedData
 
 FORMAT = 17
 """Version of the plan file."""
@@ -25,15 +27,27 @@ _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}
 """The types whose values are written once, because many tensors and ops share them; a table may refer to those before it."""
 
 _LATE = ("fingerprint", "marks", "bound_s", "baselines", "explanations")
-"""The fields that are filled before a plan is saved."""
+"""The fields that are filled before a plan is saved; a plan of a group goes without them."""
+
+_PLACED_LATE = ("fingerprint", "marks", "explanations")
+"""The same for a plan with groups of devices."""
+
+AnyData = PlanData | PlacedData
 
 
-def plan_file(data: PlanData) -> dict[str, Any]:
-    """A plan as JSON values, which `read` accepts. The fields that are filled late must be set."""
-    assert all(getattr(data, name) is not None for name in _LATE)
+def plan_file(data: AnyData) -> dict[str, Any]:
+    """A plan as JSON values, which `read_any` accepts. The fields that are filled late must be set."""
+    assert all(getattr(data, name) is not None for name in _late(data))
+    return {"format": FORMAT, **(_plan_values(data) if isinstance(data, PlanData) else _placed_values(data))}
+
+
+def _late(data: AnyData) -> tuple[str, ...]:
+    return _LATE if isinstance(data, PlanData) else _PLACED_LATE
+
+
+def _plan_values(data: PlanData) -> dict[str, Any]:
     writer = Writer({Cluster: Cluster.to_toml}, _TABLES)
     return {
-        "format": FORMAT,
         "cluster_fingerprint": data.cluster.fingerprint(),
         "in_specs": {path: spec_text(entries) for path, entries in data.entries.items()},
         **writer.fields(data),
@@ -41,7 +55,12 @@ def plan_file(data: PlanData) -> dict[str, Any]:
     }
 
 
-def save(data: PlanData, file: str | PathLike[str]) -> None:
+def _placed_values(data: PlacedData) -> dict[str, Any]:
+    writer = Writer({Cluster: Cluster.to_toml, PlanData: _plan_values})
+    return {"cluster_fingerprint": data.cluster.fingerprint(), **writer.fields(data)}
+
+
+def save(data: AnyData, file: str | PathLike[str]) -> None:
     """Writes a plan as JSON; an existing file is replaced only once the new one is complete."""
     write_whole(Path(file), json.dumps(plan_file(data), allow_nan=False))
 
@@ -90,21 +109,39 @@ def check_writable(path: Path) -> None:
 
 
 def read(file: str | PathLike[str]) -> PlanData:
-    """Reads a plan from its file and checks every field.
+    """Reads a plan on all devices from its file and checks every field.
 
     Raises:
-        PlanFileError: if the file cannot be read, is not a plan, or lacks a field.
+        PlanFileError: if the file cannot be read, is not a plan, or lacks a field, and for a plan with groups of devices.
         ClusterError: if its cluster is invalid.
     """
+    return _on_all_devices(str(Path(file)), read_any(file))
+
+
+def read_any(file: str | PathLike[str]) -> AnyData:
+    """Reads a plan from its file and checks every field. It raises what `read` raises, but takes groups of devices."""
     path = Path(file)
     try:
-        return parse(str(path), path.read_bytes())
+        return _parsed(str(path), path.read_bytes())
     except OSError as error:
         raise PlanFileError(f"{path}: {error.strerror or error}") from error
 
 
 def parse(name: str, text: str | bytes) -> PlanData:
     """The plan in the text of a plan file; ``name`` says in errors where it comes from. It raises what `read` raises."""
+    return _on_all_devices(name, _parsed(name, text))
+
+
+def _on_all_devices(name: str, data: AnyData) -> PlanData:
+    if isinstance(data, PlacedData):
+        raise PlanFileError(
+            f"{name}: a plan on {len(data.groups)} groups of devices, and a plan on all devices is needed here: give one that "
+            "was made with placement='one'"
+        )
+    return data
+
+
+def _parsed(name: str, text: str | bytes) -> AnyData:
     try:
         content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long to read
@@ -115,8 +152,10 @@ def parse(name: str, text: str | bytes) -> PlanData:
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PlanFileError(f"{name}: plan format {actual!r}, this version reads format {FORMAT}; plan the step again")
     try:
-        data = _parsed(name, content)
-        _check(data, content["cluster_fingerprint"])
+        data = _placed(name, content) if "groups" in content else _plan(name, content)
+        for late in _late(data):
+            if getattr(data, late) is None:
+                raise KeyError(late)
         return data
     except KeyError as error:
         raise PlanFileError(f"{name}: incomplete plan: {error} is missing; plan the step again") from error
@@ -124,21 +163,42 @@ def parse(name: str, text: str | bytes) -> PlanData:
         raise PlanFileError(f"{name}: not a plan: {error}; plan the step again") from error
 
 
-def _parsed(name: str, content: dict[str, Any]) -> PlanData:
+def _reads_cluster(name: str) -> Callable[[Any, str], Cluster]:
+    """What reads the cluster in the file ``name``."""
+
     def cluster(text: Any, place: str) -> Cluster:
         return Cluster.from_toml(plain(str, text, place), source=f"{name}: {place}")
 
-    reader = Reader({Cluster: cluster})
+    return cluster
+
+
+def _plan(name: str, content: dict[str, Any]) -> PlanData:
+    reader = Reader({Cluster: _reads_cluster(name)})
     tables = {kind: reader.table(kind, content[table], table) for kind, table in _TABLES.items()}
     data: PlanData = reader.fields(PlanData, content)
-    for late in _LATE:
-        if getattr(data, late) is None:
-            raise KeyError(late)
     try:
         check_cover(data.cluster, data.factors)
     except ClusterError as error:
         raise ValueError(f"factors: {error}") from error
     _check_tables(tables[Layout], tables[Use], len(data.factors))
+    _check(data, content["cluster_fingerprint"])
+    return data
+
+
+def _placed(name: str, content: dict[str, Any]) -> PlacedData:
+    def group(value: Any, place: str) -> PlanData:
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is not an object")
+        try:
+            return _plan(f"{name}: {place}", cast("dict[str, Any]", value))
+        except KeyError as error:
+            raise KeyError(f"{place}.{error.args[0]}") from error
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    data: PlacedData = Reader({Cluster: _reads_cluster(name), PlanData: group}).fields(PlacedData, content)
+    _check_cluster(data.cluster, content["cluster_fingerprint"])
+    _check_groups(data)
     return data
 
 
@@ -162,8 +222,7 @@ def _check(data: PlanData, cluster_fingerprint: Any) -> None:
 
     A step takes no less time than its parts do at once, and no more than they do one after the other.
     """
-    if cluster_fingerprint != data.cluster.fingerprint():
-        raise ValueError(f"cluster_fingerprint={cluster_fingerprint!r} does not match the cluster in the file")
+    _check_cluster(data.cluster, cluster_fingerprint)
     if len(data.purposes) != len(data.factors) or not all(data.purposes):
         raise ValueError(f"purposes={data.purposes!r} says nothing of some of the {len(data.factors)} factors")
     if len(data.result_paths) != len(data.result_layouts):
@@ -180,3 +239,32 @@ def _check(data: PlanData, cluster_fingerprint: Any) -> None:
     if not least <= data.step_time_s <= most:
         parts = f"compute_s and collectives take {data.hidden_s!r} s at once and {data.serial_s!r} s in turn"
         raise ValueError(f"step_time_s={data.step_time_s!r} does not fit: {parts}")
+
+
+def _check_cluster(cluster: Cluster, fingerprint: Any) -> None:
+    if fingerprint != cluster.fingerprint():
+        raise ValueError(f"cluster_fingerprint={fingerprint!r} does not match the cluster in the file")
+
+
+def _check_groups(data: PlacedData) -> None:
+    """Refuses groups that are no parts of the cluster, or that do not exist, and arguments that no group holds."""
+    count = len(data.groups)
+    if not count or len(data.devices) != count:
+        raise ValueError(f"devices has {len(data.devices)} groups, groups has {count}")
+    for n, (devices, plan) in enumerate(zip(data.devices, data.groups, strict=True)):
+        try:
+            own = group_cluster(data.cluster, devices)
+        except ClusterError as error:
+            raise ValueError(f"devices[{n}]: {error}") from error
+        if own.fingerprint() != plan.cluster.fingerprint():
+            raise ValueError(f"groups[{n}] is a plan for {plan.cluster.name}, not for its devices, {own.name}")
+    for name, of in (("outer", data.outer), ("inner", data.inner or {}), ("group_of", data.group_of)):
+        if strange := sorted({g for g in of.values() if g >= count}):
+            raise ValueError(f"{name} names the group {strange[0]}, there are {count}")
+    known = [{a.path for a in plan.arguments} for plan in data.groups]
+    for path, n in data.group_of.items():
+        if path not in known[n]:
+            raise ValueError(f"group_of: group {n} does not have {path}")
+    for n, row in enumerate(data.issues):
+        if row.end_s < row.start_s:
+            raise ValueError(f"issues[{n}] ends at {row.end_s!r} s, before it begins")

@@ -76,7 +76,7 @@ def _dispatched(graph: TaskGraph, machine: Machine, slack: int) -> Dispatch:
     waiting = _waiting(graph, machine)
     if slack:
         waiting = _limited(graph, waiting, slack)
-    return Dispatch(_with_last(graph, [Issue(w.what, start, start + w.seconds) for w, start in _started(waiting)]))
+    return Dispatch(with_last(graph, [Issue(w.what, start, start + w.seconds) for w, start in _started(waiting)]))
 
 
 def _limited(graph: TaskGraph, waiting: Sequence[_Waiting], slack: int) -> list[_Waiting]:
@@ -193,7 +193,7 @@ def _tails(tasks: Sequence[_Waiting], after: Sequence[Sequence[int]]) -> list[fl
     return tails
 
 
-def _with_last(graph: TaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
+def with_last(graph: TaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
     """The issues, each with the values that nothing reads after it."""
     seen = {r for r in graph.results if r is not None}
     found: list[Issue] = []

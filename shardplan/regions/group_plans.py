@@ -12,7 +12,6 @@ from shardplan.planning.planner import Made, planned
 from shardplan.planning.recomputation import Searcher
 from shardplan.regions.assignment import Group
 from shardplan.regions.group_programs import Part
-from shardplan.regions.segment_plans import GroupChoices
 from shardplan.search.inference import anytime
 
 
@@ -34,14 +33,4 @@ def group_plans(
             wanted = replace(wanted, deadline=anytime.now_s())
         here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted, candidates=Candidates())
         found.append(planned(part.program, here, origin, recompute=False))
-    return tuple(found)
-
-
-def choices_of(plans: Sequence[Made]) -> tuple[GroupChoices, ...]:
-    """What the plans of groups chose."""
-    found: list[GroupChoices] = []
-    for made in plans:
-        session, problem = made.session, made.session.problem
-        choices = session.extractor.choices(session.decisions)
-        found.append(GroupChoices(problem.cluster, tuple(problem.factors), choices, problem.objective.overlaps))
     return tuple(found)

@@ -67,8 +67,13 @@ def remarks(plan: PlanData) -> list[str]:
 
 def explain_all(plan: PlanData, session: Session) -> dict[str, str]:
     """Every explanation by path, ``""`` for the whole plan."""
+    return {"": _why(plan, session).whole()} | explain_arguments(plan, session, tuple(plan.entries))
+
+
+def explain_arguments(plan: PlanData, session: Session, paths: Sequence[str]) -> dict[str, str]:
+    """The explanation of each of these arguments, by path."""
     why = _why(plan, session)
-    return {"": why.whole()} | {path: why.argument(path) for path in plan.entries}
+    return {path: why.argument(path) for path in paths}
 
 
 def unknown(path: str, paths: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData, TriedPlacement
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
-from shardplan.regions.tasks import Task
+from shardplan.regions.tasks import Task, TaskGraph
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import seconds, size, table
 
@@ -45,7 +45,7 @@ def placed_text(plan: PlacedFigures) -> str:
     rows = [
         [
             str(g),
-            _devices(own.devices),
+            device_ranges(own.devices),
             " x ".join(f"{f.name}={f.size}" for f in own.factors) or "one device",
             " ".join(f"{name}={n}" for name, n in zip(data.matrix["axes"], _products(data), strict=True)) or "-",
             seconds(plan.placed.dispatch.busy_s(graph, g)),
@@ -113,10 +113,23 @@ def _products(data: PlanData) -> list[int]:
     return found
 
 
-def _devices(devices: Sequence[int]) -> str:
+def transfer_bytes(graph: TaskGraph) -> int:
+    """Bytes of all tensors that go from one group to another in a step."""
+    return sum(graph.tensors[t.key[0]].nbytes for t in graph.transfers)
+
+
+def idle_share(placed: PlacedStep, devices: int) -> float:
+    """The part of the step in which a device computes nothing, on average over so many devices."""
+    graph, dispatch = placed.graph, placed.dispatch
+    total = sum(dispatch.busy_s(graph, g) * len(own.devices) for g, own in enumerate(graph.groups))
+    whole = dispatch.step_time_s * devices
+    return 1 - total / whole if whole else 0.0
+
+
+def device_ranges(devices: Sequence[int]) -> str:
     """Device numbers, with ranges.
 
-    >>> _devices((0, 1, 2, 3)), _devices((1, 4, 5, 6))
+    >>> device_ranges((0, 1, 2, 3)), device_ranges((1, 4, 5, 6))
     ('0-3', '1, 4-6')
     """
     runs: list[list[int]] = []

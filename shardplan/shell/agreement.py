@@ -36,6 +36,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.ir import spec_text
 from shardplan.mesh import Cluster
 from shardplan.plans import files
+from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
@@ -196,7 +197,7 @@ def _published(talk: Exchange, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _received(talk: Exchange, load: Callable[[Any], Plan]) -> Plan:
+def _received(talk: Exchange, load: Callable[[PlanData], Plan]) -> Plan:
     """The plan that the first process has published."""
     sent = json.loads(talk.heard("plan", None))
     if "error" in sent:

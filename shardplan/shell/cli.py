@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import json
 import os
 import sys
@@ -34,7 +33,7 @@ from shardplan.shell.place_command import add_place_command
 from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
-from shardplan.shell.target_plan import simulated_devices, target_plan
+from shardplan.shell.target_plan import may_be_on_groups, simulated_devices, target_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,22 +71,20 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.json import plan_json
     from shardplan.report.placed_text import placed_json, placed_text
     from shardplan.report.plan_text import plan_text
-    from shardplan.shell.placed_plan import PlacedPlan
+    from shardplan.shell.placed_plan import NO_PAGE, PlacedPlan
 
     check_outputs({"-o": options.output, "--draw": options.draw, "--html": options.html}, options)
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
+    if options.html is not None and may_be_on_groups(options):
+        raise ShardplanError(NO_PAGE)
     made, _, _ = target_plan(options)
     if isinstance(made, PlacedPlan):
-        if options.output or options.draw is not None or options.html is not None:
-            raise ShardplanError(
-                "a plan with groups of devices cannot be saved or drawn yet: leave out -o, --draw and --html, or give "
-                "--placement one"
-            )
         figures = made.figures(options.target)
-        return Report(placed_text(figures), placed_json(figures))
-    data = made.completed()
-    text = plan_text(data, title=options.target)
+        text, shown = placed_text(figures), placed_json(figures)
+    else:
+        data = made.completed()
+        text, shown = plan_text(data, title=options.target), plan_json(data)
     if options.output:
         made.save(options.output)
         text += f"\n\nsaved to {options.output}"
@@ -97,7 +94,7 @@ def _plan(options: argparse.Namespace) -> Report:
     if options.html is not None:
         made.html(options.html, title=options.target)
         text += f"\n\npage in {options.html}"
-    return Report(text, plan_json(data))
+    return Report(text, shown)
 
 
 def _verify(options: argparse.Namespace) -> Report:
@@ -113,20 +110,17 @@ def _verify(options: argparse.Namespace) -> Report:
 
 
 def _explain(options: argparse.Namespace) -> Report:
-    from shardplan.plans.files import read
-    from shardplan.report.explain import remarks, unknown
+    from shardplan.plans.files import read_any
+    from shardplan.report.placed_explain import explanations_of, placed_remarks
 
-    plan = read(options.file)
-    known = plan.explanations
-    if not known:
+    plan = read_any(options.file)
+    if not plan.explanations:
         raise ShardplanError(f"{options.file} holds no explanations: plan the step again and save the plan")
-    if options.path is None:
-        hits = [""]
-    else:
-        hits = [options.path] if options.path in known else [p for p in known if p and fnmatch.fnmatchcase(p, options.path)]
-    if not hits:
-        raise ShardplanError(f"{options.file}: {unknown(options.path or '', [p for p in known if p])}")
-    return Report("\n\n".join([*(known[p] for p in hits), *remarks(plan)]), {"explain": {p: known[p] for p in hits}})
+    try:
+        found = explanations_of(plan, options.path)
+    except ShardplanError as error:
+        raise ShardplanError(f"{options.file}: {error}") from error
+    return Report("\n\n".join([*found.values(), *placed_remarks(plan)]), {"explain": found})
 
 
 def _doctor(options: argparse.Namespace) -> Report:
@@ -178,7 +172,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     one = add_command(commands, "plan", _plan, "plan the sharding of a step on a cluster")
     add_target_options(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
-    one.add_argument("--draw", metavar="FILE", help="save a picture of how each layer is cut (.png, .svg or .pdf)")
+    one.add_argument("--draw", metavar="FILE", help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)")
     one.add_argument("--html", metavar="FILE", help="save the whole plan as one HTML page, which needs no network")
 
     one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, overload
 
 from jax.sharding import Mesh
 
@@ -21,7 +21,10 @@ from shardplan.plans import files
 from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
 from shardplan.plans.fit import check_choices
+from shardplan.plans.placed_data import PlacedData, conditions
 from shardplan.remat import rematerialised
+from shardplan.shell.placed_loading import placed_for_step
+from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.plan_of_step import Plan
 
 
@@ -32,9 +35,9 @@ def load(
     mesh: Mesh | None = None,
     kwargs: Mapping[str, Any] | None = None,
     warm_start: bool = False,
-) -> Plan:
+) -> Plan | Any:
     """Reads a saved plan for this step and these arguments, those by name in ``kwargs``. If it was made on your own `Mesh`, pass
-    that again as ``mesh``.
+    that again as ``mesh``. A plan with groups of devices is a `PlacedPlan` (its type is ``Any``, as the file alone tells which).
 
     With ``warm_start``, a step of the same ops with other shapes, such as another batch or sequence length, is planned from the
     file's layouts: over its factors, by one search that begins there. That takes a part of the time of `shardplan.plan`, compares
@@ -42,19 +45,37 @@ def load(
 
     Raises:
         PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.
-        DeviceError: if the mesh has other axes.
+        DeviceError: if the mesh has other axes, or for a mesh beside a plan with groups of devices.
     """
-    data = files.read(file)
+    data = files.read_any(file)
     step, args = as_positional(step, args, kwargs)
-    traced = trace_step(step, args, data.donate_argnums)
+    traced = trace_step(step, args, conditions(data).donate_argnums)
     if warm_start and fingerprint(traced, numbers=False) != data.fingerprint:
+        if isinstance(data, PlacedData):
+            raise PlanFileError(
+                f"{fspath(file)}: a plan with groups of devices is no warm start for other shapes: plan the step anew, with its "
+                "axes, microbatches or placement"
+            )
         return _warm_started(fspath(file), data, step, traced, mesh)
     return for_step(fspath(file), data, step, traced, mesh)
 
 
-def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
-    """The `Plan` of data read from the file ``name``, for a step that was traced with the plan's ``donate_argnums``."""
+@overload
+def for_step(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan: ...
+
+
+@overload
+def for_step(
+    name: str, data: files.AnyData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None
+) -> Plan | PlacedPlan: ...
+
+
+def for_step(name: str, data: files.AnyData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan | PlacedPlan:
+    """The plan of data read from the file ``name``, for a step that was traced with the plan's ``donate_argnums``."""
     _check_step(name, data, traced)
+    if isinstance(data, PlacedData):
+        _check_donated(name, data, traced)
+        return placed_for_step(name, data, step, traced, mesh)
     program = _program(name, data, traced)
     graph = flatten(program, replicate=data.replicate, backend=data.backend)
     check_choices(name, data, program, graph)
@@ -86,13 +107,13 @@ def _inputs(traced: Traced) -> Iterator[tuple[str, int]]:
     return zip(traced.program.input_paths, traced.program.inputs, strict=True)
 
 
-def _check_step(name: str, data: PlanData, traced: Traced) -> None:
+def _check_step(name: str, data: files.AnyData, traced: Traced) -> None:
     """Refuses a step that is not the one that was planned. Its single floats may differ: no plan depends on them."""
     if fingerprint(traced, numbers=False) == data.fingerprint:
         return
-    planned = {a.path: f"{a.dtype}{list(a.shape)}" for a in data.arguments}
-    different, now = different_arguments(planned, arguments(traced)), traced.program.count_ops()
-    counts = f"{data.operators} operators then, {now} now, " if now != data.operators else ""
+    then, now = conditions(data).operators, traced.program.count_ops()
+    different = different_arguments(data.argument_types, arguments(traced))
+    counts = f"{then} operators then, {now} now, " if now != then else ""
     first = first_difference(data.marks or (), traced) or "an array that it closes over, or its results, are others"
     raise PlanFileError(
         f"{name}: the plan was made for another model or other shapes: "
@@ -100,9 +121,9 @@ def _check_step(name: str, data: PlanData, traced: Traced) -> None:
     )
 
 
-def _check_donated(name: str, data: PlanData, traced: Traced) -> None:
+def _check_donated(name: str, data: files.AnyData, traced: Traced) -> None:
     try:
-        positions(data.donate_argnums, len(traced.in_tree.children()), "donate_argnums")
+        positions(conditions(data).donate_argnums, len(traced.in_tree.children()), "donate_argnums")
     except ShardplanError as error:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error
 

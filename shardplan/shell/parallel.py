@@ -31,10 +31,10 @@ from shardplan.report.plan_text import best_baseline
 from shardplan.shell.agreement import TIMEOUT_S, agreed, group_of, option_text
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.factor_options import stages_in
 from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placements import placement_text
 from shardplan.shell.plan_of_step import Plan
 from shardplan.verify.check import check
 
@@ -94,7 +94,7 @@ def parallelize(
     ``timeout_s`` is its own. Where ``devices``, or the mesh, are of one process alone, that process plans for itself.
 
     Raises:
-        ShardplanError: for an unknown option, and for ``cache_dir`` beside stages or a placement.
+        ShardplanError: for an unknown option.
     """
     if check not in (None, "first"):
         raise ShardplanError(f"unsupported check={check!r}: use 'first', or None for no check")
@@ -104,11 +104,6 @@ def parallelize(
             raise ShardplanError(
                 f"parallelize has no option {option!r}{nearest(option, known) or ' (known: ' + ', '.join(known) + ')'}"
             )
-    if cache_dir is not None and (stages_in(options.get("axes"))[0] != 1 or options.get("placement", "one") != "one"):
-        raise ShardplanError(
-            "cache_dir= keeps plans in files, and a plan with groups of devices cannot be saved yet: leave out cache_dir, or "
-            "stages and placement"
-        )
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     settings = _Settings(cluster, donate_argnums, static_argnums, names, devices, cache_dir, xla_flags, check, timeout_s, options)
     return lambda step: Parallel(step, settings)
@@ -316,13 +311,14 @@ class Parallel:
             sorted(CONSTANTS.literals.items()),
             call.donated,
             memory_limit(settings.options.get("memory_limit"), cluster.device, os.environ),
-            sorted((k, option_text(k, v)) for k, v in settings.options.items() if k not in ("observer", "memory_limit")),
+            placement_text(settings.options.get("placement"), traced.program, cluster),
+            sorted((k, option_text(k, v)) for k, v in settings.options.items() if k not in _KEYED),
         )
         file = cache_dir / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():
             try:
                 mesh = settings.cluster if isinstance(settings.cluster, Mesh) else None
-                return for_step(str(file), files.read(file), pure, traced, mesh)
+                return for_step(str(file), files.read_any(file), pure, traced, mesh)
             except PlanFileError as error:
                 _log.warning("%s is planned again: %s", self._name, error)
         step_plan = plan_now(traced)
@@ -330,7 +326,6 @@ class Parallel:
             cache_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PlanFileError(f"cache_dir={str(settings.cache_dir)!r} cannot be created: {error.strerror or error}") from error
-        assert isinstance(step_plan, Plan), "cache_dir is refused beside stages and placements"
         step_plan.save(file)
         return step_plan
 
@@ -342,6 +337,10 @@ def _where(plan: Plan | PlacedPlan, figures: str) -> str:
     best = best_baseline(plan.data) if plan.baselines else None
     mesh = " x ".join(f"{n}={k}" for n, k in plan.axes.items())
     return f"mesh {mesh}, {figures}; best baseline {f'{best.name} {best.step_time_s:.3g} s' if best else 'none fits'}"
+
+
+_KEYED = ("observer", "memory_limit", "placement")
+"""The options that have an item of their own in the key of a kept plan, or none."""
 
 
 # -- a call's arguments ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,53 +23,94 @@ from shardplan.ir import Backend
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
 from shardplan.plans.data import PlanData, TriedPlacement
+from shardplan.plans.files import plan_file, save
+from shardplan.plans.fingerprint import fingerprint, marks
+from shardplan.plans.placed_data import AutoPlacement, PlacedData
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
-from shardplan.report.placed_text import PlacedFigures, placed_text
+from shardplan.report.placed_explain import explained, placed_explanations
+from shardplan.report.placed_text import PlacedFigures, idle_share, placed_text, transfer_bytes
+from shardplan.report.placed_timeline import PlacedTimeline, placed_timeline
 from shardplan.schedule import sends
 from shardplan.search.inference.anytime import Stopped
+from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
 from shardplan.shell.planned_step import PlannedStep
+
+ONE_PROGRAM = (
+    "the overlap and contention of a simulation are those of one program, and groups of devices run several: leave them out"
+)
+
+NO_PAGE = (
+    "a plan with groups of devices has no HTML page: use plan.explain(), plan.draw(file) or plan.simulate() (shardplan plan "
+    "--draw, shardplan simulate), or plan with placement='one'"
+)
 
 
 class PlacedPlan(PlannedStep):
     """How a step runs with its ops on groups of devices. Made by `shardplan.plan` with a ``placement``, or by `shardplan.load`.
 
-    ``groups[g]`` is the plan of the ops of group g on its devices. ``placed`` has the programs that run and their order.
+    ``data`` holds everything that the plan says, ``placed`` the programs that run and their order. A plan that was not loaded has
+    the search behind the plan of each group (``sessions``), which its explanations need.
     """
 
     def __init__(
         self,
-        groups: Sequence[PlanData],
+        data: PlacedData,
         placed: PlacedStep,
         *,
-        cluster: Cluster,
         traced: Traced,
         step: Callable[..., Any],
-        donate_argnums: Sequence[int],
-        origin: str,
-        trace_s: float,
-        search_s: float,
+        sessions: Sequence[Session] = (),
     ) -> None:
-        self.groups, self.placed, self.cluster = tuple(groups), placed, cluster
-        self.traced, self.step, self.donate_argnums = traced, step, tuple(donate_argnums)
-        self.origin, self.trace_s, self.search_s = origin, trace_s, search_s
-        self.placements_tried: tuple[TriedPlacement, ...] = ()
-        self._stopped: Stopped = ""
+        self._data, self.placed, self._sessions = data, placed, tuple(sessions)
+        self.traced, self.step = traced, step
 
     def __repr__(self) -> str:
         count, seconds = len(self.groups), self.step_time_s
         return f"<PlacedPlan on {count} groups of {self.cluster.name}: {seconds:.3g} s a step>"
+
+    # -- fields ------------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> PlacedData:
+        """The plan as plain data."""
+        return self._data
+
+    @property
+    def groups(self) -> tuple[PlanData, ...]:
+        """The plan of the ops of each group on its devices."""
+        return self._data.groups
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the groups are taken from."""
+        return self._data.cluster
+
+    @property
+    def origin(self) -> str:
+        """Where the groups come from."""
+        return self._data.origin
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The arguments whose buffers the step may reuse."""
+        return self.groups[0].donate_argnums
+
+    @property
+    def placements_tried(self) -> tuple[TriedPlacement, ...]:
+        """What ``placement="auto"`` looked at."""
+        return self._data.placements_tried
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each group."""
-        return tuple(g.devices for g in self.placed.graph.groups)
+        return self._data.devices
 
     @property
     def step_time_s(self) -> float:
@@ -93,8 +135,7 @@ class PlacedPlan(PlannedStep):
     @property
     def transfer_bytes(self) -> int:
         """Bytes of all tensors that go from one group to another in a step."""
-        graph = self.placed.graph
-        return sum(graph.tensors[t.key[0]].nbytes for t in graph.transfers)
+        return transfer_bytes(self.placed.graph)
 
     @property
     def peak_bytes(self) -> int:
@@ -121,11 +162,7 @@ class PlacedPlan(PlannedStep):
     @property
     def idle_share(self) -> float:
         """The part of the step in which a device computes nothing, on average over the devices of the cluster."""
-        total = 0.0
-        for g, devices in enumerate(self.devices):
-            total += self.placed.dispatch.busy_s(self.placed.graph, g) * len(devices)
-        whole = self.step_time_s * self.cluster.size
-        return 1 - total / whole if whole else 0.0
+        return idle_share(self.placed, self.cluster.size)
 
     @property
     def collectives(self) -> tuple[PlannedCollective, ...]:
@@ -149,11 +186,12 @@ class PlacedPlan(PlannedStep):
     @property
     def stopped(self) -> str:
         """What ended the search of a placement or of a group early ("time budget", "interrupted"; else empty)."""
-        return self._stopped or next((g.stopped for g in self.groups if g.stopped), "")
+        return self._data.stopped
 
-    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped) -> PlacedPlan:
-        """This plan, with what it was chosen among (``placements_tried``), and what ended that search early."""
-        self.placements_tried, self._stopped = tuple(tried), stopped
+    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped, auto: AutoPlacement) -> PlacedPlan:
+        """This plan, with what it was chosen among (``placements_tried``), what ended that search early, and what was asked."""
+        data = self._data
+        self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)
         return self
 
     def _costs_of(self, group: int) -> list[StepCost]:
@@ -165,7 +203,8 @@ class PlacedPlan(PlannedStep):
     def figures(self, title: str = "the step") -> PlacedFigures:
         """What `shardplan.report.placed_text` shows."""
         names = ("step_time_s", "compute_s", "communication_s", "communication_bytes", "transfer_bytes", "idle_share")
-        figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "trace_s", "search_s", "stopped")}
+        figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "stopped")}
+        figures |= {"trace_s": self._data.trace_s, "search_s": self._data.search_s}
         parts = self.groups[0].microbatches.count
         paths, tried = self.traced.program.input_paths, self.placements_tried
         return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
@@ -175,22 +214,68 @@ class PlacedPlan(PlannedStep):
         return placed_text(self.figures(title))
 
     def html(self, file: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """Refused: there is no page for plans with groups of devices yet.
+        """Refused: there is no page for plans with groups of devices.
 
         Raises:
             ShardplanError: always.
         """
-        raise ShardplanError(
-            "a plan with groups of devices has no HTML page yet: print plan.text(), or plan with placement='one'"
-        )
+        raise ShardplanError(NO_PAGE)
+
+    # -- words and files ---------------------------------------------------------------------------------------------
+
+    def explain(self, path: str | None = None) -> str:
+        """The reasons for the plan, as text: for a path or a glob of paths, or without, for the whole plan.
+
+        Raises:
+            ShardplanError: if no argument matches.
+        """
+        return explained(self._whole(), path)
+
+    def simulate(self, overlap: bool = True, contention: float | None = None) -> PlacedTimeline:
+        """When each program of each group runs, and each transfer: a timeline to save, and to draw as a Gantt chart.
+
+        Raises:
+            ShardplanError: for options of a simulation of one program.
+        """
+        if not overlap or contention is not None:
+            raise ShardplanError(ONE_PROGRAM)
+        return placed_timeline(self.placed, self.cluster.size)
+
+    def draw(self, file: str | os.PathLike[str], *, title: str = "") -> None:
+        """Draws the timeline as a Gantt chart with a row for each group. The suffix of ``file``: .png, .svg or .pdf.
+
+        Raises:
+            ShardplanError: for another suffix, if matplotlib is not installed, or if the file cannot be written.
+        """
+        self.simulate().draw(file, title=f"{title} on {self.cluster.name}" if title else f"on {self.cluster.name}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values: `shardplan.load` reads it back."""
+        return plan_file(self._whole())
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; an existing file is replaced only once the new one is complete.
+
+        The file holds the plan of each group, who runs each op, the order of what runs, and all explanations.
+        """
+        save(self._whole(), file)
+
+    def _whole(self) -> PlacedData:
+        """The data with all fields that the file of a plan needs."""
+        data = self._data
+        if data.explanations is None:
+            data = replace(data, explanations=placed_explanations(data, self.placed, self._sessions))
+        if data.fingerprint is None:
+            data = replace(data, fingerprint=fingerprint(self.traced, numbers=False), marks=marks(self.traced))
+        self._data = data
+        return data
 
     # -- layouts and devices -----------------------------------------------------------------------------------------
 
     @property
     def group_of(self) -> dict[str, int]:
         """The group that holds each argument leaf, by path."""
-        paths = self.traced.program.input_paths
-        return {path: group for path, (group, _) in zip(paths, self.placed.graph.inputs, strict=True)}
+        return dict(self._data.group_of)
 
     @property
     def specs_by_path(self) -> dict[str, PartitionSpec]:

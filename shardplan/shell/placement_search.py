@@ -14,6 +14,7 @@ from functools import partial
 
 from shardplan.constants import CONSTANTS
 from shardplan.errors import MemoryLimitError, MicrobatchError, ShardplanError
+from shardplan.frontend.argnums import positions
 from shardplan.graph import flatten
 from shardplan.ir import Microbatches, Program
 from shardplan.mesh import Cluster
@@ -25,6 +26,7 @@ from shardplan.placement.region_search import candidates_of
 from shardplan.placement.starts import from_plan
 from shardplan.planning.candidates import Candidates
 from shardplan.plans.data import TriedPlacement
+from shardplan.plans.placed_data import AutoPlacement
 from shardplan.report.tables import seconds, size
 from shardplan.search.coarsening.layers import equal_blocks
 from shardplan.search.inference import anytime
@@ -285,7 +287,11 @@ class _Search:
             own if isinstance(own, TriedPlacement) else TriedPlacement(what, own.step_time_s, own.peak_bytes, self._why_not(own))
             for what, own in self._tried.items()
         ]
-        return self.best.chosen_among(rows, self._stopped)
+        if isinstance(self.best, Plan):
+            return self.best.chosen_among(rows, self._stopped)
+        given, trees = self._batch_argnums, self._asked.traced.in_tree
+        batch = None if given is None else positions(given, len(trees.children()), "batch_argnums")
+        return self.best.chosen_among(rows, self._stopped, AutoPlacement(self._asked.microbatches.count, batch))
 
     def _why_not(self, plan: Plan | PlacedPlan) -> str:
         if plan is self.best:

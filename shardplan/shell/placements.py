@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from shardplan.errors import ClusterError, PlacementError, ShardplanError
@@ -17,14 +18,15 @@ from shardplan.placement.grouping import operator_graph
 from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import problem_of
 from shardplan.placement.strategy_files import read_strategy_file
-from shardplan.planning.planner import Made
+from shardplan.plans.data import PlanData
+from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
-from shardplan.regions.group_plans import choices_of, group_plans
+from shardplan.regions.cuts import Cut, group_parts, step_of
+from shardplan.regions.group_plans import group_plans
 from shardplan.regions.group_programs import split
-from shardplan.regions.looped import looped_step
 from shardplan.regions.loops import LoopSplit, loop_of
-from shardplan.regions.placed import PlacedStep, placed_step
 from shardplan.regions.stages import stages_of
+from shardplan.search.inference.anytime import Stopped
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.placed_plan import PlacedPlan
 
@@ -67,11 +69,7 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
         PlacementError: for a step that names mesh axes.
         MemoryLimitError: if the ops of a group fit its devices in no layout.
     """
-    cluster = asked.searcher.cluster
-    cut = split(assignment)
-    made = group_plans(cut.assignment.groups, cut.group_parts, cluster, asked.searcher, _donated(asked), asked.limit.origin)
-    placed = placed_step(cut, choices_of(made), cluster, asked.searcher.replicate)
-    return _plan(asked, made, placed, origin)
+    return _plan(asked, split(assignment), assignment.of, None, origin)
 
 
 def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
@@ -89,9 +87,7 @@ def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
     loop, groups = loop_of(program), stage_groups(cluster, stages)
     where = stages_of(program, loop, stages, cluster.device, replicate)
     cut = LoopSplit(program, loop, groups, where.outer, where.inner)
-    parts = tuple(cut.group_program(g)[0] for g in range(stages))
-    made = group_plans(groups, parts, cluster, asked.searcher, _donated(asked), asked.limit.origin)
-    return _plan(asked, made, looped_step(cut, choices_of(made), cluster, replicate), f"{stages} stages")
+    return _plan(asked, cut, where.outer, where.inner, f"{stages} stages")
 
 
 def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
@@ -111,19 +107,36 @@ def _donated(asked: Asked) -> frozenset[int]:
     return frozenset(asked.traced.program.inputs[i] for i in asked.searcher.wanted.donated)
 
 
-def _plan(asked: Asked, made: Sequence[Made], placed: PlacedStep, origin: str) -> PlacedPlan:
-    data = tuple(plan_data(asked, own) for own in made)
-    return PlacedPlan(
-        data,
-        placed,
-        cluster=asked.searcher.cluster,
-        traced=asked.traced,
-        step=asked.step,
-        donate_argnums=asked.donate_argnums,
+def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, int] | None, origin: str) -> PlacedPlan:
+    """The plan of a step with the ops of each group planned together. ``outer`` and ``inner`` as in `PlacedData`."""
+    cluster, program = asked.searcher.cluster, asked.traced.program
+    groups = cut.groups if isinstance(cut, LoopSplit) else cut.assignment.groups
+    made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
+    plans = tuple(plan_data(asked, own) for own in made)
+    placed = step_of(cut, group_choices(plans), cluster, asked.searcher.replicate)
+    data = PlacedData(
         origin=origin,
-        trace_s=data[0].trace_s,
-        search_s=max(d.search_s for d in data),
+        cluster=cluster,
+        devices=groups,
+        groups=plans,
+        outer=outer,
+        inner=inner,
+        group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
+        issues=issued_rows(placed.graph, placed.dispatch),
+        trace_s=plans[0].trace_s,
+        search_s=max(d.search_s for d in plans),
+        stopped=_first_stop(plans),
     )
+    sessions = tuple(own.session for own in made)
+    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions)
+
+
+def _first_stop(plans: Sequence[PlanData]) -> Stopped:
+    """What ended the search of the first group that was not searched to its end."""
+    for plan in plans:
+        if plan.stopped:
+            return plan.stopped
+    return ""
 
 
 def _assignment(asked: Asked, placement: PlacementLike) -> Assignment:
@@ -137,6 +150,16 @@ def _assignment(asked: Asked, placement: PlacementLike) -> Assignment:
     raise PlacementError(
         f"unsupported placement {placement!r}: use 'one', 'auto', the result of shardplan.place, or the file that it saved"
     )
+
+
+def placement_text(placement: Any, program: Program, cluster: Cluster) -> str:
+    """A placement as text that is the same in every process: what it says of the ops of a step, or the content of its file."""
+    if isinstance(placement, Placed):
+        found = placement.assignment_of(program, cluster)
+        return repr((found.groups, sorted(found.of.items())))
+    if isinstance(placement, str | os.PathLike) and (file := Path(os.fspath(placement))).suffix == ".json" and file.is_file():
+        return repr(file.read_bytes())
+    return repr(placement)
 
 
 def assignment_of(program: Program, graph: OperatorGraph, groups: Sequence[Group]) -> Assignment:

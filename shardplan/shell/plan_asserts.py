@@ -86,7 +86,9 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
     """
     __tracebackhide__ = True
     if isinstance(plan, PlacedPlan):
-        raise ShardplanError("a plan with groups of devices cannot be saved yet: compare its specs_by_path and collectives")
+        raise ShardplanError(
+            "a plan with groups of devices is not compared with a file: compare its specs_by_path and collectives"
+        )
     path = Path(file)
     if update:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, add_target_options, check_outputs
-from shardplan.shell.target_plan import target_plan
+from shardplan.shell.target_plan import may_be_on_groups, target_plan
 
 
 def add_simulate_command(commands: Any) -> None:
@@ -17,7 +17,9 @@ def add_simulate_command(commands: Any) -> None:
     add_target_options(one)
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.add_argument("-o", "--output", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
-    one.add_argument("--png", metavar="FILE", help="draw streams and memory (.png, .svg or .pdf)")
+    one.add_argument(
+        "--png", metavar="FILE", help="draw streams and memory, or the runs of groups of devices (.png, .svg or .pdf)"
+    )
     one.add_argument("--no-overlap", action="store_true", help="run all tasks one after the other, as the sum of their times")
     one.add_argument(
         "--contention",
@@ -29,7 +31,9 @@ def add_simulate_command(commands: Any) -> None:
 
 def _simulate(options: argparse.Namespace) -> Report:
     from shardplan.report.draw import picture_format
+    from shardplan.report.placed_timeline import PlacedTimeline, placed_timeline_json, placed_timeline_text
     from shardplan.report.timeline_text import timeline_text
+    from shardplan.shell.placed_plan import ONE_PROGRAM
     from shardplan.simulate.engine import Contention
     from shardplan.simulate.figures import timeline_json
 
@@ -41,13 +45,18 @@ def _simulate(options: argparse.Namespace) -> Report:
         raise ShardplanError("--contention has no effect with --no-overlap, where nothing runs at once: give one of them")
     if options.contention is not None:
         Contention(options.contention, options.contention)
+    if may_be_on_groups(options) and (options.no_overlap or options.contention is not None):
+        raise ShardplanError(ONE_PROGRAM)
     made, _, _ = target_plan(options, file=options.plan)
     shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
-    text = timeline_text(shown, title=options.target)
+    if isinstance(shown, PlacedTimeline):
+        text, figures = placed_timeline_text(shown, title=options.target), placed_timeline_json(shown)
+    else:
+        text, figures = timeline_text(shown, title=options.target), timeline_json(shown)
     if options.output is not None:
         shown.save(options.output)
         text += f"\n\nsaved to {options.output}: open it in https://ui.perfetto.dev"
     if options.png is not None:
         shown.draw(options.png, title=f"{options.target} on {made.cluster.name}")
         text += f"\n\ndrawn in {options.png}"
-    return Report(text, timeline_json(shown))
+    return Report(text, figures)

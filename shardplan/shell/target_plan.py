@@ -81,15 +81,25 @@ def planning_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
 
 
-def _refuse_groups(options: argparse.Namespace) -> None:
-    """Refuses options for groups of devices beside commands that take a plan on all devices alone."""
+def may_be_on_groups(options: argparse.Namespace) -> bool:
+    """Whether the options ask for a plan with groups of devices, or for a search that may choose one."""
     from shardplan.shell.factor_options import read_axes, stages_in
 
-    on_groups = stages_in(read_axes(options.axes))[0] > 1 or options.placement not in (None, "one")
-    if on_groups and options.command not in ("plan", "verify"):
+    return stages_in(read_axes(options.axes))[0] > 1 or options.placement not in (None, "one")
+
+
+def _refuse_groups(options: argparse.Namespace) -> None:
+    """Refuses options for groups of devices beside commands that take a plan on all devices alone."""
+    if may_be_on_groups(options) and options.command not in _TAKE_GROUPS:
+        *some, last = _TAKE_GROUPS
         raise ShardplanError(
-            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use plan and verify"
+            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use "
+            f"{', '.join(some)} and {last}"
         )
+
+
+_TAKE_GROUPS = ("plan", "verify", "simulate")
+"""The commands that take a plan with groups of devices."""
 
 
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
@@ -119,7 +129,7 @@ def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
 def _cluster(given: str | None, file: str | None) -> Any:
     """The cluster that was given, else that of the plan file."""
     from shardplan.mesh import Cluster
-    from shardplan.plans.files import read
+    from shardplan.plans.files import read_any
 
     if given is not None:
         cluster = Cluster.load(given)
@@ -127,7 +137,7 @@ def _cluster(given: str | None, file: str | None) -> Any:
         return cluster
     if file is None:
         raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
-    return read(file).cluster
+    return read_any(file).cluster
 
 
 def _load_plan(file: str, step: Callable[..., Any], args: Sequence[Any], cluster: Any) -> Any:

@@ -77,8 +77,15 @@ def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callab
     ("words", "message"),
     [
         (["plan", *MLP, "--axes", "stage=2"], "2 stages take turns with one microbatch"),
-        (["plan", *MLP, "--axes", "stage=2", "--microbatches", "4", "-o", "plan.json"], "cannot be saved or drawn yet"),
-        (["plan", *MLP, "--axes", "stage=2", "--microbatches", "4", "--html", "plan.html"], "cannot be saved or drawn yet"),
+        (
+            ["plan", *MLP, "--axes", "stage=2", "--microbatches", "4", "--html", "plan.html"],
+            "has no HTML page: use plan.explain()",
+        ),
+        (["plan", *MLP, "--placement", "auto", "--html", "plan.html"], "has no HTML page: use plan.explain()"),
+        (
+            ["simulate", *MLP, "--axes", "stage=2", "--microbatches", "4", "--no-overlap"],
+            "overlap and contention of a simulation",
+        ),
         (["compare", *MLP, "--axes", "stage=2", "--microbatches", "4"], "compare does not take a plan with groups of devices"),
         (["compare", *MLP, "--placement", "auto"], "compare does not take a plan with groups of devices"),
         (["plan", *MLP, "--microbatches", "0"], "microbatches=0: give a whole number"),

@@ -243,13 +243,6 @@ def test_nnx_objects_with_dropout_are_updated_in_place_in_stages() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_the_cache_of_plans_refuses_groups_of_devices(tmp_path: Path) -> None:
-    given: list[dict[str, Any]] = [{"axes": {"stage": 2}}, {"placement": "auto"}]
-    for options in given:
-        with pytest.raises(shardplan.ShardplanError, match="cannot be saved yet: leave out cache_dir"):
-            shardplan.parallelize(cluster="2x2", cache_dir=tmp_path, **options)
-
-
 def test_a_plan_that_was_chosen_says_so_in_its_file(tmp_path: Path) -> None:
     step, args = mlp.train_step(layers=2)
     plan = shardplan.plan(step, *args, cluster="2", placement="auto")

@@ -1,0 +1,82 @@
+"""A step whose ops have their groups, with or without a loop over microbatches: the program of each group, and what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import assert_never
+
+from shardplan.errors import PlacementError
+from shardplan.ir import Program
+from shardplan.mesh import Cluster
+from shardplan.regions.assignment import Group, assigned, free_ops
+from shardplan.regions.dispatch import Dispatch, Issue, with_last
+from shardplan.regions.group_programs import Part, Split, split
+from shardplan.regions.looped import looped_step
+from shardplan.regions.loops import LoopSplit, loop_of
+from shardplan.regions.placed import PlacedStep, placed_step
+from shardplan.regions.segment_plans import GroupChoices
+from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
+
+Cut = Split | LoopSplit
+"""A step cut into segments, as a whole or as a loop over microbatches."""
+
+
+def cut_of(program: Program, groups: Sequence[Group], outer: Mapping[int, int], inner: Mapping[int, int] | None) -> Cut:
+    """The step whose ops run on these groups; ``inner`` has those of the body of its loop over microbatches, if it has one.
+
+    Raises:
+        PlacementError: for an op without a group.
+    """
+    if inner is None:
+        return split(assigned(program, tuple(groups), outer))
+    loop = loop_of(program)
+    for part, of in ((program, outer), (loop.bodies[0], inner)):
+        free = free_ops(part)
+        for op in part.ops:
+            if op.id not in of and op.id not in free and op is not loop:
+                raise PlacementError(f"there is no group for {op.primitive} at {op.source}")
+    return LoopSplit(program, loop, tuple(groups), outer, inner)
+
+
+def group_parts(cut: Cut) -> tuple[Part, ...]:
+    """The program of each group, which is planned in one piece."""
+    match cut:
+        case Split():
+            return cut.group_parts
+        case LoopSplit():
+            return tuple(cut.group_program(g)[0] for g in range(len(cut.groups)))
+        case _:
+            assert_never(cut)
+
+
+def step_of(cut: Cut, choices: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = ()) -> PlacedStep:
+    """What runs, with the choices of the groups' plans, and its order."""
+    match cut:
+        case Split():
+            return placed_step(cut, choices, cluster, replicate)
+        case LoopSplit():
+            return looped_step(cut, choices, cluster, replicate)
+        case _:
+            assert_never(cut)
+
+
+def in_order(graph: TaskGraph, issues: Sequence[Issue]) -> Dispatch:
+    """The dispatch of these issues.
+
+    Raises:
+        PlacementError: if a task or a transfer is missing or comes twice, or runs before what it reads is there.
+    """
+    if sorted(id(i.what) for i in issues) != sorted(map(id, (*graph.tasks, *graph.transfers))):
+        raise PlacementError(f"the order does not have each of {len(graph.tasks)} runs and {len(graph.transfers)} transfers once")
+    there: set[tuple[int, Key]] = set(graph.inputs)
+    for issue in issues:
+        match issue.what:
+            case Task() as task:
+                name, group = graph.pieces[task.piece].name, graph.pieces[task.piece].group
+                reads, makes = [(group, key) for key in task.reads], [(group, key) for key in task.makes]
+            case Transfer(key, source, target, _):
+                name, reads, makes = f"a transfer to group {target}", [(source, key)], [(target, key)]
+        if not there.issuperset(reads):
+            raise PlacementError(f"{name} comes before what it reads")
+        there.update(makes)
+    return Dispatch(with_last(graph, issues))

@@ -28,7 +28,7 @@ from shardplan._jax.jaxprs import (
     threefry_partitionable,
     traced_at,
 )
-from shardplan._jax.processes import Store
+from shardplan._jax.processes import Store, recoverable
 from shardplan._jax.programs import (
     array_type,
     compilations,
@@ -77,6 +77,7 @@ __all__ = [
     "primitives",
     "programs_compiled",
     "raised_at",
+    "recoverable",
     "resized_kernel",
     "row_major",
     "run_on_cpu",

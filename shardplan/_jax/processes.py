@@ -15,7 +15,7 @@ _SLICE_S = 1.0
 
 
 class Store:
-    """Texts by key, which every process can set and wait for. Texts travel compressed.
+    """Texts by key, which every process can set and wait for. Texts travel compressed. ``host`` is where process 0 runs.
 
     JAX's client has no public name; if it moves, ``jax.experimental.multihost_utils`` shows where JAX itself looks for it.
 
@@ -24,7 +24,9 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self._client = importlib.import_module("jax._src.distributed").global_state.client
+        state = importlib.import_module("jax._src.distributed").global_state
+        self._client, address = state.client, str(state.coordinator_address)
+        self.host = address.rpartition(":")[0].strip("[]")
         if self._client is None:
             raise AgreementError("JAX's processes have no coordinator: call jax.distributed.initialize() in each of them first")
 
@@ -51,6 +53,11 @@ class Store:
     def delete(self, key: str) -> None:
         """Removes a key, whose text may be long."""
         self._client.key_value_delete(key)
+
+
+def recoverable() -> bool:
+    """Whether the user has told JAX that the others run on where a process dies (``jax_enable_recoverability``)."""
+    return bool(getattr(jax.config, "jax_enable_recoverability", False))
 
 
 def _gone(error: RuntimeError) -> AgreementError:

@@ -44,6 +44,7 @@ from shardplan.shell.factor_options import stages_in
 from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.plan_of_step import Plan
+from shardplan.shell.watching import join, serve
 from shardplan.versions import jax_version
 
 TIMEOUT_S = 300.0
@@ -169,6 +170,7 @@ def agreed(
     resolved, mesh = resolve_cluster(cluster)
     talk = Exchange(group, _jax.Store(), _prefix(group))
     own = _Terms(traced, resolved, options)
+    _watch(talk)
     if group.leads:
         talk.publish("terms", json.dumps(own.text()))
         talk.settle("same terms", "")
@@ -220,6 +222,17 @@ def _hash(text: str) -> str:
 def _prefix(group: Group) -> str:
     _rounds[group.members] += 1
     return f"shardplan/{_hash(repr(group.members))}/{_rounds[group.members]}"
+
+
+def _watch(talk: Exchange) -> None:
+    """Watches the group from its first agreement on, if process 0 is among them and JAX is not told to let processes die."""
+    group = talk.group
+    if _rounds[group.members] > 1 or group.members[0] != 0 or _jax.recoverable():
+        return
+    if group.leads:
+        talk.publish("watch", serve(group.own))
+    else:
+        join(group.own, group.members[0], talk.store.host, talk.heard("watch", group.timeout_s + _GRACE_S))
 
 
 # -- what must be the same ---------------------------------------------------------------------------------------------

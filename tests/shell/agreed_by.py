@@ -42,7 +42,7 @@ def main() -> None:
 CASES = "same decorated program number argument cluster version option unplanned loaded late".split()
 
 
-def _step(rate: float = 0.1, act: Callable[[Any], Any] = jax.numpy.tanh) -> Callable[..., Any]:
+def gradient_step(rate: float = 0.1, act: Callable[[Any], Any] = jax.numpy.tanh) -> Callable[..., Any]:
     def step(w: Any, x: Any) -> Any:
         """One step of gradient descent."""
         return w - rate * jax.grad(lambda w: jax.numpy.mean(act(x @ w) ** 2))(w)
@@ -59,7 +59,7 @@ def _agreed(step: Callable[..., Any], batch: int = 64, cluster: str = "2x2", **o
 
 def same(differs: bool) -> Any:
     """The plan and the program that runs it are the same in all processes, although only one has planned."""
-    step = _step()
+    step = gradient_step()
     plan = _agreed(step, donate_argnums=0)
     lowered = plan.jit(step).lower(*plan.traced.in_shapes).as_text()
     w = plan.put((jax.numpy.eye(32), jax.numpy.ones((64, 32))))
@@ -71,7 +71,7 @@ def decorated(differs: bool) -> Any:
     """The decorator agrees by itself, and does so once for each plan."""
     import shardplan
 
-    step = shardplan.parallelize("2x2")(_step())
+    step = shardplan.parallelize("2x2")(gradient_step())
     w, x = jax.numpy.eye(32), jax.numpy.ones((64, 32))
     for _ in range(2):
         w = step(w, x)
@@ -80,22 +80,22 @@ def decorated(differs: bool) -> Any:
 
 def program(differs: bool) -> Any:
     """Process 1 has another op."""
-    return str(_agreed(_step(act=jax.numpy.sin if differs else jax.numpy.tanh)))
+    return str(_agreed(gradient_step(act=jax.numpy.sin if differs else jax.numpy.tanh)))
 
 
 def number(differs: bool) -> Any:
     """Process 1 has another learning rate, which changes no plan."""
-    return str(_agreed(_step(0.2 if differs else 0.1)))
+    return str(_agreed(gradient_step(0.2 if differs else 0.1)))
 
 
 def argument(differs: bool) -> Any:
     """Process 1 has another batch."""
-    return str(_agreed(_step(), batch=128 if differs else 64))
+    return str(_agreed(gradient_step(), batch=128 if differs else 64))
 
 
 def cluster(differs: bool) -> Any:
     """Process 1 plans for a cluster of half as many devices, all of which are those of process 0."""
-    return str(_agreed(_step(), cluster="2" if differs else "2x2"))
+    return str(_agreed(gradient_step(), cluster="2" if differs else "2x2"))
 
 
 def version(differs: bool) -> Any:
@@ -105,19 +105,19 @@ def version(differs: bool) -> Any:
     own = shardplan.__version__
     shardplan.__version__ = "0.0.7" if differs else own
     try:
-        return str(_agreed(_step()))
+        return str(_agreed(gradient_step()))
     finally:
         shardplan.__version__ = own
 
 
 def option(differs: bool) -> Any:
     """Process 1 has another memory limit."""
-    return str(_agreed(_step(), memory_limit="1GiB" if differs else "2GiB"))
+    return str(_agreed(gradient_step(), memory_limit="1GiB" if differs else "2GiB"))
 
 
 def unplanned(differs: bool) -> Any:
     """Nothing fits: process 0 finds no plan."""
-    return str(_agreed(_step(), memory_limit="1KiB"))
+    return str(_agreed(gradient_step(), memory_limit="1KiB"))
 
 
 def loaded(differs: bool) -> Any:
@@ -128,14 +128,14 @@ def loaded(differs: bool) -> Any:
         file = Path(folder) / "plan.json"
         if not differs:
             shapes = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")
-            shardplan.plan(_step(), *shapes, cluster="2x2", pins={"x": jax.sharding.PartitionSpec("gpu")}).save(file)
-        return _agreed(_step(), file=file).specs_by_path["x"][0]
+            shardplan.plan(gradient_step(), *shapes, cluster="2x2", pins={"x": jax.sharding.PartitionSpec("gpu")}).save(file)
+        return _agreed(gradient_step(), file=file).specs_by_path["x"][0]
 
 
 def late(differs: bool) -> Any:
     """Process 1 asks after process 0 has given it up."""
     time.sleep(3 if differs else 0)
-    return str(_agreed(_step(), timeout_s=1))
+    return str(_agreed(gradient_step(), timeout_s=1))
 
 
 if __name__ == "__main__":

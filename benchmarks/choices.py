@@ -30,20 +30,13 @@ sys.path.insert(0, str(ROOT))
 from shardplan.constants import CONSTANTS, Constants  # noqa: E402
 
 KEPT = ROOT / "benchmarks" / "choices.json"
-_LAYER = {"layers": 2, "width": 512, "sequence": 256, "heads": 8, "vocabulary": 4096}
+_LAYER = {"layers": 2, "width": 256, "sequence": 64, "heads": 4, "vocabulary": 512}
 STEPS: Mapping[str, tuple[str, str, Mapping[str, Any], float]] = {
-    "GPT, 2x4": ("gpt", "2x4", {**_LAYER, "batch": 64}, 1.0),
-    "GPT, 8": ("gpt", "8", {**_LAYER, "batch": 8}, 1.0),
-    "GPT, half of the memory": ("gpt", "2x4", {**_LAYER, "batch": 64}, 0.5),
-    "LLaMA, scan, 2x8": (
-        "llama",
-        "2x8",
-        {"layers": 4, "width": 1024, "inner": 2816, "batch": 32, "sequence": 512, "scan": True},
-        1.0,
-    ),
-    "MoE, 2x4": ("moe", "2x4", {"layers": 2, "batch": 32}, 1.0),
-    "WResNet, 8": ("wresnet", "8", {"blocks": (1, 1), "width": 4, "image": 64, "batch": 96}, 1.0),
-    "U-Net, 2x2x2, half of the memory": ("unet", "2x2x2", {"levels": 2, "channels": 64, "image": 64, "batch": 96}, 0.5),
+    "GPT, 2x4": ("gpt", "2x4", {**_LAYER, "batch": 256}, 1.0),
+    "GPT, 2x2x2": ("gpt", "2x2x2", {**_LAYER, "batch": 256}, 1.0),
+    "GPT, scan, half of the memory": ("gpt", "8", {**_LAYER, "batch": 256, "scan": True}, 0.5),
+    "MLP, half of the memory": ("mlp", "2x4", {"layers": 3, "width": 1024, "batch": 512}, 0.5),
+    "WResNet, 8": ("wresnet", "8", {"blocks": (1, 1), "width": 4, "image": 32, "batch": 128}, 1.0),
 }
 """The model, the cluster, its options, and the part of the fastest plan's peak that plans may hold."""
 

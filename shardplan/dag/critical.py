@@ -14,7 +14,7 @@ TOLERANCE = 1e-9
 TRIALS_PER_TASK = 2
 
 
-def shorten(orders: Orders, room: Room, *, trials_per_task: int = TRIALS_PER_TASK) -> float:
+def shorten(orders: Orders, room: Room, *, trials_per_task: float = TRIALS_PER_TASK) -> float:
     """Improves ``orders`` in place until no critical task has a better slot; returns the makespan in seconds.
 
     With EST and LST of the schedule without a task, formula 11 gives the exact length of the longest path through the task in

@@ -7,7 +7,7 @@ microbatches in flight stay within the limit. So the result is never longer than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -28,8 +28,8 @@ PREFERENCES: tuple[tuple[Kind, Kind, Kind], ...] = (
 )
 """The kinds that a list schedule prefers, best first: as 1F1B, GPipe, and where memory is short."""
 
-TRIALS_PER_TASK = 1
-"""Tasks taken out for each task of a pipeline, at most: a limit on the time of scheduling. Choice."""
+EFFORT = 20_000
+"""Tasks of a pipeline times those taken out and placed anew, at most: a limit on the time of scheduling. Choice."""
 
 SHORTENED = 2
 """The starts that are shortened: the shortest ones. Choice."""
@@ -185,8 +185,17 @@ class _Tasks:
         for d, order in enumerate(start.orders):
             orders.sequences[d] = [self.number[w] for w in order]
         orders.device = [device[w.chunk] for w in self.works]
-        shorten(orders, _InFlight(self.dag, device, self.works, self.wanted.most), trials_per_task=TRIALS_PER_TASK)
-        return Pipeline("ours", device, tuple(tuple(self.works[n] for n in row) for row in orders.sequences))
+        shorten(orders, _InFlight(self.dag, device, self.works, self.wanted.most), trials_per_task=EFFORT / len(self.works) ** 2)
+        return Pipeline("ours", device, tuple(tuple(_in_turn(self.works[n] for n in row)) for row in orders.sequences))
+
+
+def _in_turn(order: Iterable[Work]) -> Iterator[Work]:
+    """The same order with the microbatches of each kind and chunk in turn. All take equally long, so nothing ends later."""
+    done: dict[tuple[Kind, int], int] = {}
+    for work in order:
+        k = done.get(work[:2], 0)
+        done[work[:2]] = k + 1
+        yield work._replace(microbatch=k)
 
 
 class _InFlight(Room):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
@@ -49,13 +50,15 @@ def group_parts(cut: Cut) -> tuple[Part, ...]:
             assert_never(cut)
 
 
-def step_of(cut: Cut, choices: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = ()) -> PlacedStep:
-    """What runs, with the choices of the groups' plans, and its order."""
+def step_of(
+    cut: Cut, choices: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
+) -> PlacedStep:
+    """What runs, with the choices of the groups' plans, and its order, for devices of ``limit`` bytes."""
     match cut:
         case Split():
-            return placed_step(cut, choices, cluster, replicate)
+            return placed_step(cut, choices, cluster, replicate, limit)
         case LoopSplit():
-            return looped_step(cut, choices, cluster, replicate)
+            return looped_step(cut, choices, cluster, replicate, limit)
         case _:
             assert_never(cut)
 

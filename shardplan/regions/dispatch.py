@@ -3,9 +3,9 @@
 Tasks wait for what they read and for the devices of their group. Of those that can start first, the one with the longest way to
 the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
 
-A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. Where it takes no time, a
-stage begins no more microbatches than are needed to keep all stages busy: as many as stages follow it, itself included (1F1B:
-Narayanan et al. 2021, section 2.2). Without that limit, all forward passes come first (GPipe).
+A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. So a pipeline is scheduled
+many times: with limits on the microbatches that a stage has in flight, and in the orders of the literature. The fastest schedule
+that fits in memory is taken; of several that are as fast, the one that holds least.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from shardplan.placement.device_topology import Machine
-from shardplan.regions.tasks import WHOLE, Key, Task, TaskGraph, Transfer
+from shardplan.regions.schedules import ROUNDING, restricted, started, waiting_tasks
+from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,70 +48,69 @@ class Dispatch:
         return sum(i.end_s - i.start_s for i in own)
 
 
-class _Waiting(NamedTuple):
-    """A task or transfer with what it waits for, by number."""
-
-    what: Task | Transfer
-    seconds: float
-    before: tuple[int, ...]
-    devices: tuple[int, ...]
-
-
-def dispatched(graph: TaskGraph, machine: Machine) -> Dispatch:
-    """The issues of a step on a machine."""
-    free = _dispatched(graph, machine, 0)
-    for slack in range(1, 1 + max((t.microbatch for t in graph.tasks), default=0)):
-        limited = _dispatched(graph, machine, slack)
-        if limited.step_time_s <= free.step_time_s * (1 + ROUNDING):
-            return limited
-    return free
+def dispatched(graph: TaskGraph, machine: Machine, limit: float = math.inf) -> Dispatch:
+    """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; else those that hold least."""
+    waiting = waiting_tasks(graph, machine)
+    best: tuple[tuple[bool, float, int], Dispatch] | None = None
+    for start in (waiting, *restricted(graph, waiting)):
+        found = Dispatch(with_last(graph, [Issue(w.what, at, at + w.seconds) for w, at in started(start)]))
+        peak = peak_bytes(graph, found)
+        over = peak > limit
+        key = over, 0.0 if over else found.step_time_s, peak
+        if best is None or _better(key, best[0]):
+            best = key, found
+    assert best is not None
+    return best[1]
 
 
-ROUNDING = 1e-9
-"""Sums of the same seconds in another order differ by less."""
+def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> bool:
+    """Whether one schedule is to be preferred: (does not fit, seconds, bytes) of both."""
+    if one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=ROUNDING):
+        return one[2] < other[2]
+    return one < other
 
 
-def _dispatched(graph: TaskGraph, machine: Machine, slack: int) -> Dispatch:
-    """The issues where a stage begins ``slack`` times as many microbatches as stages follow it (0: as many as there are)."""
-    waiting = _waiting(graph, machine)
-    if slack:
-        waiting = _limited(graph, waiting, slack)
-    return Dispatch(with_last(graph, [Issue(w.what, start, start + w.seconds) for w, start in _started(waiting)]))
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _limited(graph: TaskGraph, waiting: Sequence[_Waiting], slack: int) -> list[_Waiting]:
-    """The same tasks, where the first of a microbatch in a group waits for the last of an earlier one."""
-    runs: dict[int, dict[int, list[int]]] = {}  # by group and microbatch, the tasks in the order of the pieces
-    for n, task in enumerate(graph.tasks):
-        piece = graph.pieces[task.piece]
-        if task.microbatch != WHOLE and not isinstance(piece.own, str):
-            runs.setdefault(piece.group, {}).setdefault(task.microbatch, []).append(n)
-    found = list(waiting)
-    for place, (_, own) in enumerate(sorted(runs.items())):
-        most = slack * (len(runs) - place)
-        for k, tasks in own.items():
-            if k - most in own:
-                first = tasks[0]
-                found[first] = found[first]._replace(before=(*found[first].before, own[k - most][-1]))
-    return found
+def peak_bytes(graph: TaskGraph, dispatch: Dispatch) -> int:
+    """The most bytes that a device holds: the sum over the groups that it belongs to."""
+    held: dict[int, int] = {}
+    for g, group in enumerate(graph.groups):
+        own = most_held(graph, dispatch, g, inside=True)
+        for d in group.devices:
+            held[d] = held.get(d, 0) + own
+    return max(held.values())
 
 
-def most_held(graph: TaskGraph, dispatch: Dispatch, group: int) -> int:
-    """The most bytes that a device of a group holds of values that enter or leave its programs."""
+def most_held(graph: TaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
+    """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also of what a
+    program needs while it runs. A value that takes the place of one that nothing reads any more has its buffer.
+    """
     held = {key: _local_bytes(graph, group, key[0]) for g, key in graph.inputs if g == group}
-    most = sum(held.values())
+    most = total = sum(held.values())
+    works, leaving = 0, list[Key]()  # of the task that runs
     for issue in dispatch.issues:
+        made: tuple[Key, ...] = ()
+        over = [key for g, key in issue.last if g == group]
         match issue.what:
             case Task() as task if graph.pieces[task.piece].group == group:
-                held.update((key, _local_bytes(graph, group, key[0])) for key in task.makes)
+                total -= sum(held.pop(key, 0) for key in leaving)
+                works, leaving, made = graph.pieces[task.piece].inside_bytes, over, task.makes
+                replaced = {key[0]: key for key in over if key in held}
             case Transfer(key, _, target, _) if target == group:
-                held[key] = _local_bytes(graph, group, key[0])
+                made, replaced = (key,), {}
             case _:
-                pass
-        most = max(most, sum(held.values()))
-        for g, key in issue.last:
-            if g == group:
-                held.pop(key, None)
+                replaced = {}
+        for key in made:
+            if key not in held:
+                held[key] = _local_bytes(graph, group, key[0])
+                total += held[key]
+            if key[0] in replaced:
+                total -= held.pop(replaced.pop(key[0]))
+        most = max(most, total + (works if inside else 0))
+        if isinstance(issue.what, Transfer):
+            total -= sum(held.pop(key, 0) for key in over)
     return most
 
 
@@ -121,76 +120,6 @@ def _local_bytes(graph: TaskGraph, group: int, tensor: int) -> int:
     layout = own.layouts.get(tensor)
     ways = 1 if layout is None else math.prod(own.factors[f].size for f in layout.used)
     return graph.tensors[tensor].nbytes // ways
-
-
-def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
-    """Seconds of a transfer: the devices of the smaller group move their shares at once, over the first pair's connection."""
-    source, target = graph.groups[transfer.source].devices, graph.groups[transfer.target].devices
-    a, b = next(((a, b) for a in source for b in target if a != b), (source[0], target[0]))
-    if a == b:
-        return 0.0
-    nbytes = graph.tensors[transfer.key[0]].nbytes
-    return float(machine.latency_s[a, b] + nbytes / min(len(source), len(target)) / machine.bytes_per_s[a, b])
-
-
-def _waiting(graph: TaskGraph, machine: Machine) -> list[_Waiting]:
-    made: dict[tuple[int, Key], int] = {}
-    for n, task in enumerate(graph.tasks):
-        made.update(dict.fromkeys(((graph.pieces[task.piece].group, key) for key in task.makes), n))
-    for n, transfer in enumerate(graph.transfers, len(graph.tasks)):
-        made.setdefault((transfer.target, transfer.key), n)
-    found: list[_Waiting] = []
-    for task in graph.tasks:
-        piece = graph.pieces[task.piece]
-        before = {made[piece.group, key] for key in task.reads if (piece.group, key) in made}
-        found.append(_Waiting(task, piece.seconds, tuple(sorted(before)), graph.groups[piece.group].devices))
-    for transfer in graph.transfers:
-        at = transfer.source, transfer.key
-        found.append(_Waiting(transfer, transfer_s(graph, transfer, machine), (made[at],) if at in made else (), ()))
-    return found
-
-
-def _started(tasks: Sequence[_Waiting]) -> list[tuple[_Waiting, float]]:
-    """The tasks in the order in which they are issued, with their starts."""
-    after: list[list[int]] = [[] for _ in tasks]
-    for n, task in enumerate(tasks):
-        for m in task.before:
-            after[m].append(n)
-    tails = _tails(tasks, after)
-    waiting = [len(t.before) for t in tasks]
-    ready_s = [0.0] * len(tasks)  # when the last of what it waits for has ended
-    ready = {n for n, count in enumerate(waiting) if not count}
-    free_s: dict[int, float] = {}
-    found: list[tuple[_Waiting, float]] = []
-    while ready:
-        starts = {n: max([ready_s[n], *(free_s.get(d, 0.0) for d in tasks[n].devices)]) for n in ready}
-        n = min(starts, key=lambda n: (starts[n], -tails[n], n))
-        end = starts[n] + tasks[n].seconds
-        found.append((tasks[n], starts[n]))
-        ready.remove(n)
-        free_s.update(dict.fromkeys(tasks[n].devices, end))
-        for m in after[n]:
-            waiting[m] -= 1
-            ready_s[m] = max(ready_s[m], end)
-            if not waiting[m]:
-                ready.add(m)
-    assert len(found) == len(tasks), "what waits for itself never runs"
-    return found
-
-
-def _tails(tasks: Sequence[_Waiting], after: Sequence[Sequence[int]]) -> list[float]:
-    """[tasks]: the seconds from the start of a task to the end of the step, on the longest way."""
-    waiting = [len(own) for own in after]
-    tails = [t.seconds for t in tasks]
-    ends = [n for n, count in enumerate(waiting) if not count]
-    while ends:
-        n = ends.pop()
-        for m in tasks[n].before:
-            tails[m] = max(tails[m], tasks[m].seconds + tails[n])
-            waiting[m] -= 1
-            if not waiting[m]:
-                ends.append(m)
-    return tails
 
 
 def with_last(graph: TaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:

@@ -20,7 +20,9 @@ from shardplan.schedule import Ends
 from shardplan.search.coarsening.tensor_roles import mark
 
 
-def looped_step(split: LoopSplit, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = ()) -> PlacedStep:
+def looped_step(
+    split: LoopSplit, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
+) -> PlacedStep:
     """The pieces of a step in microbatches with the choices of their groups, its tasks, and their order."""
     builders = [_Group(split, g, own, tuple(replicate)) for g, own in enumerate(groups)]
     pieces: list[Piece] = []
@@ -36,7 +38,7 @@ def looped_step(split: LoopSplit, groups: Sequence[GroupChoices], cluster: Clust
         inputs=tuple((split.held[t], (t, WHOLE)) for t in split.program.inputs),
         results=tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.after.results),
     )
-    return PlacedStep(split.program, graph, dispatched(graph, machine_of(cluster)))
+    return PlacedStep(split.program, graph, dispatched(graph, machine_of(cluster), limit))
 
 
 def _transfers(split: LoopSplit) -> list[Transfer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,9 @@ class PlacedStep:
     dispatch: Dispatch
 
 
-def placed_step(split: Split, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = ()) -> PlacedStep:
+def placed_step(
+    split: Split, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
+) -> PlacedStep:
     """The segments of a step with the choices of their groups, scheduled, priced and dispatched."""
     program, assignment = split.assignment.program, split.assignment
     pieces = tuple(
@@ -45,4 +48,4 @@ def placed_step(split: Split, groups: Sequence[GroupChoices], cluster: Cluster, 
     inputs = tuple((assignment.home[t], (t, WHOLE)) for t in program.inputs)
     results = tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.results)
     graph = TaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results)
-    return PlacedStep(program, graph, dispatched(graph, machine_of(cluster)))
+    return PlacedStep(program, graph, dispatched(graph, machine_of(cluster), limit))

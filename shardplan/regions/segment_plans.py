@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from shardplan.ir import BodyChoices, Choices, Factor, Layout, Program, Where
 from shardplan.mesh import Cluster
 from shardplan.regions.tasks import Piece
 from shardplan.schedule import Ends, PlannedProgram, Schedule, build, issued, planned_program, windows
+from shardplan.simulate.simulated_step import peak_bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,19 @@ def segment_piece(
         program, graph, _choices_of(own.choices, graph), own.cluster, own.factors, own.overlaps, own.programs
     )
     schedule = build(planned, layouts)
-    return Piece(name, group, tuple(ends[0]), tuple(ends[1]), (planned, schedule), cost_of(planned, schedule))
+    cost, inside = cost_of(planned, schedule), _inside_bytes(planned, schedule)
+    return Piece(name, group, tuple(ends[0]), tuple(ends[1]), (planned, schedule), cost, inside_bytes=inside)
+
+
+def _inside_bytes(planned: PlannedProgram, schedule: Schedule) -> int:
+    """The most bytes that a device needs while it runs a piece, beside its arguments and results, as it is simulated."""
+    graph = planned.graph
+    ends = 0.0
+    for t in (*graph.inputs, *graph.outputs):
+        if t >= 0:
+            layout = planned.layouts[t]
+            ends += graph.tensors[t].nbytes / math.prod(planned.sizes[f] for f in (() if layout is None else layout.used))
+    return max(0, math.ceil(peak_bytes(schedule, planned) - ends))
 
 
 def cost_of(planned: PlannedProgram, schedule: Schedule) -> StepCost:

@@ -38,7 +38,7 @@ class Piece:
     """A program that a group runs: on devices' shares by a schedule, or one of those that XLA's partitioner cuts.
 
     "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
-    ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step.
+    ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it runs.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Piece:
     own: tuple[PlannedProgram, Schedule] | Literal["slice", "stack", "start"]
     cost: StepCost | None = None
     start: tuple[Constant, ...] = ()
+    inside_bytes: int = 0
 
     @property
     def seconds(self) -> float:

@@ -29,7 +29,7 @@ from shardplan.plans.placed_data import AutoPlacement, PlacedData
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves
 from shardplan.plans.xla_flags import xla_flags
-from shardplan.regions.dispatch import most_held
+from shardplan.regions.dispatch import most_held, peak_bytes
 from shardplan.regions.placed import PlacedStep
 from shardplan.report.placed_explain import explained, placed_explanations
 from shardplan.report.placed_text import PlacedFigures, idle_share, placed_text, transfer_bytes
@@ -139,12 +139,10 @@ class PlacedPlan(PlannedStep):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that a device holds: the sum of the peaks of its groups, each as if its program ran in one piece."""
-        held: dict[int, int] = {}
-        for devices, plan in zip(self.devices, self.groups, strict=True):
-            for d in devices:
-                held[d] = held.get(d, 0) + plan.peak_bytes
-        return max(held.values())
+        """The most bytes that a device holds as the programs of its groups are scheduled: the microbatches in flight, what is
+        sent, and what each program needs while it runs.
+        """
+        return peak_bytes(self.placed.graph, self.placed.dispatch)
 
     @property
     def memory_limit(self) -> int:

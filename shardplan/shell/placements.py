@@ -113,7 +113,7 @@ def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, 
     groups = cut.groups if isinstance(cut, LoopSplit) else cut.assignment.groups
     made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
     plans = tuple(plan_data(asked, own) for own in made)
-    placed = step_of(cut, group_choices(plans), cluster, asked.searcher.replicate)
+    placed = step_of(cut, group_choices(plans), cluster, asked.searcher.replicate, asked.searcher.wanted.memory)
     data = PlacedData(
         origin=origin,
         cluster=cluster,

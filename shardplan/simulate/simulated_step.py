@@ -29,6 +29,26 @@ def simulated(
     At least ``iterations`` iterations of each scan are simulated one by one (by default all; `_FEW` in steps of more than `_MANY`
     instructions). One of them stands for the rest, where that gives the same times.
     """
+    tasks, run = _run(schedule, planned, donated, overlap=overlap, contention=contention, iterations=iterations)
+    return _figures(tasks, run, priced, overlap=overlap, contention=contention)
+
+
+def peak_bytes(schedule: Schedule, planned: PlannedProgram) -> float:
+    """The most bytes that a device holds while it runs the tasks of a program one after the other; no argument is donated."""
+    tasks, run = _run(schedule, planned, frozenset(), overlap=False, contention=NO_CONTENTION, iterations=None)
+    held = tasks.held
+    return float(busy.memory(run, held.nbytes, held.birth, held.value, held.reader)[1].max(initial=0.0))
+
+
+def _run(
+    schedule: Schedule,
+    planned: PlannedProgram,
+    donated: frozenset[int],
+    *,
+    overlap: bool,
+    contention: Contention,
+    iterations: int | None,
+) -> tuple[StepTasks, Run]:
     longest = longest_scan(schedule.body)
     if iterations is None:
         iterations = longest if count_instructions(schedule.body) <= _MANY else _FEW
@@ -36,7 +56,7 @@ def simulated(
         tasks = step_tasks(schedule, planned, donated, iterations=max(iterations, 4))
         run = unfolded(simulate((tasks if overlap else tasks.in_program_order()).graph, contention), tasks.folds)
         if run is not None:
-            return _figures(tasks, run, priced, overlap=overlap, contention=contention)
+            return tasks, run
         assert iterations < longest, "a step without folds is as simulated"
         iterations *= 2
 

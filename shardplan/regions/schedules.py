@@ -1,0 +1,252 @@
+"""Tasks and transfers as what waits for what, in many ways: as they are, and as the schedules of pipelines restrict them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardplan.dag.pipeline_orders import gpipe, one_f_one_b, zb_h1
+from shardplan.dag.pipeline_search import Wanted, best_order
+from shardplan.dag.pipelines import Kind, Pipeline, Seconds, looped
+from shardplan.placement.device_topology import Machine
+from shardplan.regions.tasks import WHOLE, Key, Task, TaskGraph, Transfer
+
+
+class Waiting(NamedTuple):
+    """A task or transfer with what it waits for, by number."""
+
+    what: Task | Transfer
+    seconds: float
+    before: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+def waiting_tasks(graph: TaskGraph, machine: Machine) -> list[Waiting]:
+    """The tasks and then the transfers of a step, each with what it waits for."""
+    made: dict[tuple[int, Key], int] = {}
+    for n, task in enumerate(graph.tasks):
+        made.update(dict.fromkeys(((graph.pieces[task.piece].group, key) for key in task.makes), n))
+    for n, transfer in enumerate(graph.transfers, len(graph.tasks)):
+        made.setdefault((transfer.target, transfer.key), n)
+    found: list[Waiting] = []
+    for task in graph.tasks:
+        piece = graph.pieces[task.piece]
+        before = {made[piece.group, key] for key in task.reads if (piece.group, key) in made}
+        found.append(Waiting(task, piece.seconds, tuple(sorted(before)), graph.groups[piece.group].devices))
+    for transfer in graph.transfers:
+        at = transfer.source, transfer.key
+        found.append(Waiting(transfer, transfer_s(graph, transfer, machine), (made[at],) if at in made else (), ()))
+    return found
+
+
+def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
+    """Seconds of a transfer: the devices of the smaller group move their shares at once, over the first pair's connection."""
+    source, target = graph.groups[transfer.source].devices, graph.groups[transfer.target].devices
+    a, b = next(((a, b) for a in source for b in target if a != b), (source[0], target[0]))
+    if a == b:
+        return 0.0
+    nbytes = graph.tensors[transfer.key[0]].nbytes
+    return float(machine.latency_s[a, b] + nbytes / min(len(source), len(target)) / machine.bytes_per_s[a, b])
+
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order differ by less."""
+
+
+# -- restrictions ------------------------------------------------------------------------------------------------------
+
+
+def restricted(graph: TaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+    """The same tasks with fewer microbatches in flight than there are, and in the orders of pipelines; none without microbatches.
+
+    A limit is ``slack`` times as many microbatches as stages follow a stage, itself included (1F1B: Narayanan et al. 2021,
+    section 2.2), or as many for all stages (ZB-H1: Qi et al. 2023, section 2.3). Orders are those of the literature and, for each
+    limit, the best found for the seconds of the stages (`shardplan.dag.pipeline_search`).
+    """
+    stages = _stages(graph)
+    count = max((len(stage.tasks) for stage in stages), default=0)
+    if count < 2:
+        return
+    numbers = _numbers(count)
+    limits = [tuple(min(slack * (len(stages) - place), count) for place in range(len(stages))) for slack in numbers]
+    limits += [(most,) * len(stages) for most in numbers if most < count]
+    for most in dict.fromkeys(limits):
+        yield _limited(stages, waiting, most)
+    device, seconds = looped(len(stages), 1), tuple(stage.seconds for stage in stages)
+    for make in (gpipe, one_f_one_b, zb_h1):
+        yield _ordered(stages, waiting, make(len(stages), count))
+    for most in numbers:
+        wanted = Wanted(device, seconds, count, most)
+        pipeline, run = best_order(wanted)
+        yield _ordered(stages, waiting, pipeline)
+        if run.makespan_s <= wanted.least_s * (1 + ROUNDING):
+            return  # no limit above is of use
+
+
+def _numbers(count: int) -> list[int]:
+    """Numbers up to ``count``, each larger than the one before by a fifth, or by one.
+
+    >>> _numbers(16)
+    [1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 16]
+    """
+    found = [1]
+    while found[-1] < count:
+        found.append(min(count, max(found[-1] + 1, math.ceil(found[-1] * 1.2))))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A group that runs microbatches: its tasks by microbatch, in the order of their pieces, the kinds of the pieces by task, and
+    the seconds of a microbatch.
+    """
+
+    tasks: Mapping[int, list[int]]
+    kinds: Mapping[int, Kind]
+    seconds: Seconds
+
+
+def _stages(graph: TaskGraph) -> list[_Stage]:
+    """The groups that run microbatches.
+
+    A piece is "forward" until something comes from a later group, then "backward" if another group waits for it, and "weight"
+    when the group before has what it waits for. In the first group all of the backward pass is "both".
+    """
+    runs: dict[int, dict[int, list[int]]] = {}
+    for n, task in enumerate(graph.tasks):
+        piece = graph.pieces[task.piece]
+        if task.microbatch != WHOLE and not isinstance(piece.own, str):
+            runs.setdefault(piece.group, {}).setdefault(task.microbatch, []).append(n)
+    sent: dict[tuple[int, int], list[int]] = {}
+    for t in graph.transfers:
+        if t.key[1] != WHOLE:
+            sent.setdefault((t.source, t.key[0]), []).append(t.target)
+    late = {(target, t) for (source, t), targets in sent.items() for target in targets if source > target}
+    found: list[_Stage] = []
+    for group, own in sorted(runs.items()):
+        kinds: dict[int, Kind] = {}
+        back = False  # whether the group before has what it waits for
+        for n in next(iter(own.values())):
+            task = graph.tasks[n]
+            waits = any((group, t) in late for t, _ in task.reads)
+            if waits:
+                late.update((group, t) for t, _ in task.makes)
+            targets = [g for t, _ in task.makes for g in sent.get((group, t), ())]
+            if targets or not (waits or back):
+                kinds[task.piece] = "backward" if waits else "forward"
+            else:
+                kinds[task.piece] = "weight" if back else "both"
+            back = back or any(g < group for g in targets)
+        of: dict[int, Kind] = {n: kinds[graph.tasks[n].piece] for tasks in own.values() for n in tasks}
+        took: dict[Kind, float] = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "both": 0.0}
+        for piece, kind in kinds.items():
+            took[kind] += graph.pieces[piece].seconds
+        found.append(_Stage(own, of, Seconds(took["forward"], took["backward"] + took["both"], took["weight"])))
+    return found
+
+
+def _limited(stages: Sequence[_Stage], waiting: Sequence[Waiting], most: Sequence[int]) -> list[Waiting]:
+    """The first task of a microbatch in a group waits for the last of an earlier one; ``most`` [stages] are in flight."""
+    found = list(waiting)
+    for stage, limit in zip(stages, most, strict=True):
+        for k, tasks in stage.tasks.items():
+            if k - limit in stage.tasks:
+                found[tasks[0]] = _after(found[tasks[0]], stage.tasks[k - limit][-1])
+    return found
+
+
+_RUN_AT: Mapping[Kind, tuple[Kind, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward", "both"),
+    "weight": ("weight",),
+    "both": ("backward", "both", "weight"),
+}
+"""The kinds of pieces that run where a pipeline has a task."""
+
+
+def _ordered(stages: Sequence[_Stage], waiting: Sequence[Waiting], pipeline: Pipeline) -> list[Waiting]:
+    """The tasks of each group wait for each other in the order of a pipeline."""
+    found = list(waiting)
+    for stage, order in zip(stages, pipeline.orders, strict=True):
+        own = [n for work in order for n in stage.tasks[work.microbatch] if stage.kinds[n] in _RUN_AT[work.kind]]
+        for a, b in pairwise(own):
+            found[b] = _after(found[b], a)
+    return found
+
+
+def _after(waiting: Waiting, task: int) -> Waiting:
+    return waiting._replace(before=(*waiting.before, task))
+
+
+# -- list schedules ----------------------------------------------------------------------------------------------------
+
+
+def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
+    """The tasks in the order in which they are issued, with their starts."""
+    after: list[list[int]] = [[] for _ in tasks]
+    for n, task in enumerate(tasks):
+        for m in task.before:
+            after[m].append(n)
+    tails = _tails(tasks, after)
+    waiting = [len(t.before) for t in tasks]
+    ready_s = [0.0] * len(tasks)  # when the last of what it waits for has ended
+    free_s: dict[int, float] = {}
+    queues = {t.devices: _Queue([], []) for t in tasks}
+    for n, count in enumerate(waiting):
+        if not count:
+            heappush(queues[tasks[n].devices].coming, (0.0, -tails[n], n))
+    found: list[tuple[Waiting, float]] = []
+    while choices := [
+        first for devices, q in queues.items() if (first := q.first(max((free_s.get(d, 0.0) for d in devices), default=0.0)))
+    ]:
+        start, _, n = min(choices)
+        queues[tasks[n].devices].pop()
+        end = start + tasks[n].seconds
+        found.append((tasks[n], start))
+        free_s.update(dict.fromkeys(tasks[n].devices, end))
+        for m in after[n]:
+            waiting[m] -= 1
+            ready_s[m] = max(ready_s[m], end)
+            if not waiting[m]:
+                heappush(queues[tasks[m].devices].coming, (ready_s[m], -tails[m], m))
+    assert len(found) == len(tasks), "what waits for itself never runs"
+    return found
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Tasks that wait for their devices alone, as heaps of (ready, -tail, number): those ready by then are ``there``."""
+
+    coming: list[tuple[float, float, int]]
+    there: list[tuple[float, float, int]]
+
+    def first(self, free_s: float) -> tuple[float, float, int] | None:
+        """(start, -tail, number) of the task that is next, where the devices are free from then on."""
+        while self.coming and self.coming[0][0] <= free_s:
+            heappush(self.there, (0.0, *heappop(self.coming)[1:]))
+        if self.there:
+            return free_s, *self.there[0][1:]
+        return self.coming[0] if self.coming else None
+
+    def pop(self) -> None:
+        """Takes that task out."""
+        heappop(self.there or self.coming)
+
+
+def _tails(tasks: Sequence[Waiting], after: Sequence[Sequence[int]]) -> list[float]:
+    """[tasks]: the seconds from the start of a task to the end of the step, on the longest way."""
+    waiting = [len(own) for own in after]
+    tails = [t.seconds for t in tasks]
+    ends = [n for n, count in enumerate(waiting) if not count]
+    while ends:
+        n = ends.pop()
+        for m in tasks[n].before:
+            tails[m] = max(tails[m], tasks[m].seconds + tails[n])
+            waiting[m] -= 1
+            if not waiting[m]:
+                ends.append(m)
+    return tails

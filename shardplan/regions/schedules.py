@@ -217,7 +217,7 @@ def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
     return found
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Queue:
     """Tasks that wait for their devices alone, as heaps of (ready, -tail, number): those ready by then are ``there``."""
 

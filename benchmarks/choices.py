@@ -34,7 +34,6 @@ _LAYER = {"layers": 2, "width": 256, "sequence": 64, "heads": 4, "vocabulary": 5
 STEPS: Mapping[str, tuple[str, str, Mapping[str, Any], float]] = {
     "GPT, 2x4": ("gpt", "2x4", {**_LAYER, "batch": 256}, 1.0),
     "GPT, 2x2x2": ("gpt", "2x2x2", {**_LAYER, "batch": 256}, 1.0),
-    "GPT, scan, half of the memory": ("gpt", "8", {**_LAYER, "batch": 256, "scan": True}, 0.75),
     "MLP, half of the memory": ("mlp", "2x4", {"layers": 3, "width": 1024, "batch": 512}, 0.5),
     "WResNet, 8": ("wresnet", "8", {"blocks": (1, 1), "width": 4, "image": 32, "batch": 128}, 1.0),
 }

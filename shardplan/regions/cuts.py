@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from shardplan.errors import PlacementError
 from shardplan.ir import Program
-from shardplan.mesh import Cluster
 from shardplan.regions.assignment import Group, assigned, free_ops
 from shardplan.regions.dispatch import Dispatch, Issue, with_last
 from shardplan.regions.group_programs import Part, Split, split
-from shardplan.regions.looped import looped_step
+from shardplan.regions.looped import looped_graph
 from shardplan.regions.loops import LoopSplit, loop_of
-from shardplan.regions.placed import PlacedStep, placed_step
+from shardplan.regions.placed import PlacedStep, placed_graph
 from shardplan.regions.segment_plans import GroupChoices
 from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
@@ -50,17 +48,20 @@ def group_parts(cut: Cut) -> tuple[Part, ...]:
             assert_never(cut)
 
 
-def step_of(
-    cut: Cut, choices: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
-) -> PlacedStep:
-    """What runs, with the choices of the groups' plans, and its order, for devices of ``limit`` bytes."""
+def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:
+    """What runs, with the choices of the groups' plans."""
     match cut:
         case Split():
-            return placed_step(cut, choices, cluster, replicate, limit)
+            return placed_graph(cut, choices, replicate)
         case LoopSplit():
-            return looped_step(cut, choices, cluster, replicate, limit)
+            return looped_graph(cut, choices, replicate)
         case _:
             assert_never(cut)
+
+
+def step_of(cut: Cut, graph: TaskGraph, dispatch: Dispatch) -> PlacedStep:
+    """The step in an order."""
+    return PlacedStep(cut.program if isinstance(cut, LoopSplit) else cut.assignment.program, graph, dispatch)
 
 
 def in_order(graph: TaskGraph, issues: Sequence[Issue]) -> Dispatch:

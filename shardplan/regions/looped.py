@@ -8,28 +8,22 @@ from dataclasses import dataclass, replace
 
 from shardplan.graph import flatten
 from shardplan.ir import Constant, Layout, Program, Tensor
-from shardplan.mesh import Cluster
-from shardplan.placement.device_topology import machine_of
-from shardplan.regions.dispatch import dispatched
 from shardplan.regions.group_programs import Split
 from shardplan.regions.loops import LoopSplit
-from shardplan.regions.placed import PlacedStep
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
 from shardplan.regions.tasks import WHOLE, GroupMesh, Key, Piece, Task, TaskGraph, Transfer
 from shardplan.schedule import Ends
 from shardplan.search.coarsening.tensor_roles import mark
 
 
-def looped_step(
-    split: LoopSplit, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
-) -> PlacedStep:
-    """The pieces of a step in microbatches with the choices of their groups, its tasks, and their order."""
+def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:
+    """The pieces of a step in microbatches with the choices of their groups, and its tasks."""
     builders = [_Group(split, g, own, tuple(replicate)) for g, own in enumerate(groups)]
     pieces: list[Piece] = []
     tasks: list[Task] = []
     for b in builders:
         b.add(pieces, tasks)
-    graph = TaskGraph(
+    return TaskGraph(
         tensors=(*split.program.tensors, *split.body.tensors),
         groups=tuple(b.mesh for b in builders),
         pieces=tuple(pieces),
@@ -38,7 +32,6 @@ def looped_step(
         inputs=tuple((split.held[t], (t, WHOLE)) for t in split.program.inputs),
         results=tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.after.results),
     )
-    return PlacedStep(split.program, graph, dispatched(graph, machine_of(cluster), limit))
 
 
 def _transfers(split: LoopSplit) -> list[Transfer]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.ir import Program
-from shardplan.mesh import Cluster
-from shardplan.placement.device_topology import machine_of
-from shardplan.regions.dispatch import Dispatch, dispatched
+from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.group_programs import Split
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
 from shardplan.regions.tasks import WHOLE, GroupMesh, Task, TaskGraph, Transfer
@@ -24,10 +21,8 @@ class PlacedStep:
     dispatch: Dispatch
 
 
-def placed_step(
-    split: Split, groups: Sequence[GroupChoices], cluster: Cluster, replicate: Sequence[str] = (), limit: float = math.inf
-) -> PlacedStep:
-    """The segments of a step with the choices of their groups, scheduled, priced and dispatched."""
+def placed_graph(split: Split, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:
+    """The segments of a step with the choices of their groups, scheduled on each device and priced."""
     program, assignment = split.assignment.program, split.assignment
     pieces = tuple(
         segment_piece(
@@ -47,5 +42,4 @@ def placed_step(
     transfers = tuple(Transfer((m.tensor, WHOLE), m.source, m.target, m.like) for m in split.transfers)
     inputs = tuple((assignment.home[t], (t, WHOLE)) for t in program.inputs)
     results = tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.results)
-    graph = TaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results)
-    return PlacedStep(program, graph, dispatched(graph, machine_of(cluster), limit))
+    return TaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results)

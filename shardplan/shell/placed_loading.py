@@ -13,9 +13,8 @@ from shardplan.graph import flatten
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.plans.fit import check_choices
 from shardplan.plans.placed_data import PlacedData, group_choices
-from shardplan.regions.cuts import Cut, cut_of, group_parts, in_order, step_of
+from shardplan.regions.cuts import Cut, cut_of, graph_of, group_parts, in_order, step_of
 from shardplan.regions.dispatch import Issue
-from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import TaskGraph
 from shardplan.shell.placed_plan import PlacedPlan
 
@@ -33,11 +32,11 @@ def placed_for_step(name: str, data: PlacedData, step: Callable[..., Any], trace
         program = microbatched(traced.program, data.groups[0].microbatches, replicate)
         cut = cut_of(program, data.devices, data.outer, data.inner)
         _check_groups(name, data, cut)
-        placed = step_of(cut, group_choices(data.groups), data.cluster, replicate)
-        dispatch = in_order(placed.graph, _issues(data, placed.graph))
+        graph = graph_of(cut, group_choices(data.groups), replicate)
+        placed = step_of(cut, graph, in_order(graph, _issues(data, graph)))
     except (PlacementError, MicrobatchError) as error:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error
-    return PlacedPlan(data, PlacedStep(placed.program, placed.graph, dispatch), traced=traced, step=step)
+    return PlacedPlan(data, placed, traced=traced, step=step)
 
 
 def _refuse_mesh(name: str, data: PlacedData, mesh: Mesh | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from shardplan.errors import ClusterError, PlacementError, ShardplanError
+from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, ShardplanError
 from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
@@ -21,7 +21,8 @@ from shardplan.placement.strategy_files import read_strategy_file
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
-from shardplan.regions.cuts import Cut, group_parts, step_of
+from shardplan.regions.cuts import Cut, graph_of, group_parts, step_of
+from shardplan.regions.dispatch import dispatched, peak_bytes
 from shardplan.regions.group_plans import group_plans
 from shardplan.regions.group_programs import split
 from shardplan.regions.loops import LoopSplit, loop_of
@@ -113,7 +114,10 @@ def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, 
     groups = cut.groups if isinstance(cut, LoopSplit) else cut.assignment.groups
     made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
     plans = tuple(plan_data(asked, own) for own in made)
-    placed = step_of(cut, group_choices(plans), cluster, asked.searcher.replicate, asked.searcher.wanted.memory)
+    graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
+    placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit))
+    if inner is not None and (peak := peak_bytes(graph, placed.dispatch)) > limit:
+        raise MemoryLimitError(limit, peak, origin=asked.limit.origin)
     data = PlacedData(
         origin=origin,
         cluster=cluster,

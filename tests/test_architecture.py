@@ -67,6 +67,7 @@ JAX_FILES = (
     "shell.place",
     "shell.placed_loading",
     "shell.placed_plan",
+    "shell.placed_replanning",
     "shell.score",
     "shell.score_command",
     "shell.planned_step",

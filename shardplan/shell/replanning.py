@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -29,13 +30,14 @@ from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_fa
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placed_replanning import placed_again
 from shardplan.shell.plan_of_step import Plan
 
 _log = logging.getLogger("shardplan")
 
 
 def replan(
-    plan: Plan,
+    plan: Plan | PlacedPlan,
     cluster: ClusterLike,
     *,
     memory_limit: int | float | str | None = None,
@@ -49,13 +51,18 @@ def replan(
     remat: str | None = None,
     backend: str | None = None,
     time_model: str | None = None,
-) -> Plan:
+) -> Plan | Any:
     """A plan of the same step for another cluster: a node was lost or added, or links or devices have become slower.
 
     It is searched anew, and from the layouts of ``plan`` where the factors of both clusters match
     (`shardplan.plans.inherited`). So it takes no longer than the old layouts would on the new cluster, where these still fit
     there and keep to the pins, and no longer than what `shardplan.plan` finds. The step is not traced again; a plan from
     `shardplan.load` will do. `shardplan.reshard` moves a run's state to the new plan.
+
+    A plan with groups of devices is placed anew as it was asked for: with ``placement="auto"``, with as many stages and
+    microbatches, or on the groups that were given, if the cluster still has their devices. Its old layouts take no part. Where
+    the stages no longer divide the devices, there are fewer, and a warning. The result is a `PlacedPlan`, or a
+    `Plan` where that is faster or all that is left.
 
     Args:
         plan: The plan to replace.
@@ -65,27 +72,28 @@ def replan(
             microbatches stay as they are.
 
     Raises:
-        ReshardError: for a plan with groups of devices.
+        ReshardError: for a plan on groups that were given, of which a device is gone.
         MemoryLimitError: if no plan fits.
         PinError, ClusterError: as for `shardplan.plan`.
     """
-    _check_plan(plan)
-    return _replanned(
-        plan,
-        cluster,
-        warm=False,
-        memory_limit=memory_limit,
-        objective=objective,
-        pins=pins,
-        axes=axes,
-        factors=factors,
-        time_budget_s=time_budget_s,
-        observer=observer,
-        one_choice=one_choice,
-        remat=remat,
-        backend=backend,
-        time_model=time_model,
-    )
+    given: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "objective": objective,
+        "pins": pins,
+        "axes": axes,
+        "factors": factors,
+        "time_budget_s": time_budget_s,
+        "observer": observer,
+        "remat": remat,
+        "backend": backend,
+        "time_model": time_model,
+    }
+    given = {name: value for name, value in given.items() if value is not None} | {"one_choice": one_choice}
+    if isinstance(plan, PlacedPlan):
+        return placed_again(plan, cluster, given)
+    if not isinstance(plan, Plan):
+        raise ReshardError(f"plan is a {type(plan).__name__}: give the plan that shardplan.plan or shardplan.load returned")
+    return _replanned(plan, cluster, warm=False, **given)
 
 
 def warm_started(plan: Plan, mesh: Mesh | None) -> Plan:
@@ -164,17 +172,6 @@ def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, reco
         assert refusal is not None
         raise refusal
     return min(every, key=step_time_s)
-
-
-def _check_plan(plan: object) -> None:
-    if isinstance(plan, PlacedPlan):
-        raise ReshardError(
-            f"this plan has groups of devices of {plan.cluster.name}, which another cluster does not have: plan the step again "
-            "with the axes and microbatches of its pipeline, or with placement= a shardplan.place result for that cluster; "
-            "shardplan.reshard moves its state there"
-        )
-    if not isinstance(plan, Plan):
-        raise ReshardError(f"plan is a {type(plan).__name__}: give the plan that shardplan.plan or shardplan.load returned")
 
 
 def _axes(plan: Plan, cluster: Cluster) -> Mapping[str, int] | None:

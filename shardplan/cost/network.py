@@ -281,7 +281,8 @@ class Network:
         (groups, n), shape, worst = members.shape, self.cluster.shape, 0.0
         for index, (level, tier) in enumerate(zip(self.cluster.levels, self.topology.tiers, strict=True)):
             below = math.prod(shape[index + 1 :])
-            child: Ints = members // below + np.arange(groups)[:, None] * (len(self._coordinates) // below)
+            first = np.arange(groups, dtype=np.int64)[:, None] * (len(self._coordinates) // below)
+            child: Ints = np.add(members // below, first)
             inside = int(np.unique(child, return_counts=True)[1].min())  # the devices of a group in one child
             leaving = (n - inside) / n  # the fraction of a device's bytes that leaves its child of the level
             speed = level.bandwidth_bytes_per_s * level.ring_efficiency

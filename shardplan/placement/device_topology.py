@@ -28,7 +28,7 @@ TICK_S = 1e-12
 class Machine:
     """Devices [n] with their ``speed`` (1: that of the cluster's device) and ``memory_bytes``, and what joins them.
 
-    ``absent`` devices keep their numbers, and run nothing. ``uniform``: no single device or link differs.
+    ``absent`` devices keep their numbers, and run nothing.
 
     ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a
     number of ``links``, or -1 on the diagonal.
@@ -57,12 +57,6 @@ class Machine:
     def single_pairs(self) -> frozenset[tuple[int, int]]:
         """The pairs of devices with a link of their own, the smaller number first."""
         return frozenset(link.between for link in self.cluster.single_links)
-
-    @property
-    def uniform(self) -> bool:
-        """Whether devices that the levels treat alike are alike."""
-        equal = len(set(self.speed.tolist())) == 1 and len(set(self.memory_bytes.tolist())) == 1
-        return equal and not self.absent and not self.single_pairs
 
     @cached_property
     def latency_ticks(self) -> Ints:

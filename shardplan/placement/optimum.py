@@ -8,7 +8,8 @@ far. The bound is the largest of several:
 - the work of the busiest device or connection, or of all devices if they shared it evenly;
 - the earliest end of a backward task, and all reductions of the busiest connection after it.
 
-Devices that the levels treat alike are tried once.
+Devices that the levels treat alike are tried each: parts are placed in order, so that a relabelling of devices seldom maps the
+candidates onto themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Optimum:
     strategies: float
 
 
-def candidates_of(problem: PlacementProblem) -> list[list[Configuration]]:
+def aligned_configurations(problem: PlacementProblem) -> list[list[Configuration]]:
     """For each operator, all its degrees on all groups of devices that follow the levels."""
     machine = problem.machine
     shape, most = machine.cluster.shape, len(machine.present)
@@ -75,7 +76,9 @@ def optimum(
     Raises:
         PlacementError: if the problem is not small.
     """
-    return _Search(problem, start, candidates_of(problem) if candidates is None else candidates, engine).run(most_bounded)
+    return _Search(problem, start, aligned_configurations(problem) if candidates is None else candidates, engine).run(
+        most_bounded
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,6 @@ class _Search:
         self.complete = [[w for w, weight in enumerate(graph.weights) if max(weight.users) == i] for i in range(len(candidates))]
         least = [min(self._work(i, n) for n in range(len(own))) for i, own in enumerate(candidates)]
         self.rest = np.append(np.cumsum(least[::-1])[::-1], 0)  # work of the operators from each on, on the fastest devices
-        self.alike = problem.machine.uniform and all(x.kind != "ring" or x.size <= 2 for x in problem.machine.cluster.levels)
-        self.shape = problem.machine.cluster.shape
 
     def run(self, most_bounded: int | None) -> Optimum:
         """Searches all branches, or those that so many partial strategies reach."""
@@ -127,31 +128,30 @@ class _Search:
         machine = self.problem.machine
         memory = Memory(self.problem, ()) if may_exceed(self.problem) else None
         links = np.zeros(len(machine.links), np.int64)
-        self._branch(_Partial((), (), (), np.zeros(machine.count, np.int64), links, links, 0, 0, memory), frozenset())
+        self._branch(_Partial((), (), (), np.zeros(machine.count, np.int64), links, links, 0, 0, memory))
         count = math.prod(float(len(c)) for c in self.candidates)
         return Optimum(
             self.best, self.best_ticks * TICK_S, min(self.best_ticks, self.left) * TICK_S, self.simulated, self.bounded, count
         )
 
-    def _branch(self, partial: _Partial, used: frozenset[int]) -> None:
+    def _branch(self, partial: _Partial) -> None:
         i = len(partial.numbers)
         if i == len(self.candidates):
             self._simulate(partial)
             return
         children: list[_Partial] = []
-        for n, c in enumerate(self.candidates[i]):
-            if not self.alike or canonical(used, c.devices, self.shape):
-                child = self._with(partial, n)
-                self.bounded += 1
-                if child is not None and child.bound < self.best_ticks:
-                    children.append(child)
+        for n in range(len(self.candidates[i])):
+            child = self._with(partial, n)
+            self.bounded += 1
+            if child is not None and child.bound < self.best_ticks:
+                children.append(child)
         for child in sorted(children, key=lambda child: (child.bound, child.numbers)):
             if child.bound >= self.best_ticks:
                 break
             if self.bounded >= self.most_bounded:
                 self.left = min(self.left, child.bound)
                 break
-            self._branch(child, used | set(self.candidates[i][child.numbers[-1]].devices))
+            self._branch(child)
 
     def _simulate(self, partial: _Partial) -> None:
         self.simulated += 1
@@ -222,21 +222,3 @@ class _Search:
         if before is None:
             return None
         return before.extended([own[n] for own, n in zip(self.candidates, numbers, strict=False)])
-
-
-def canonical(used: frozenset[int], devices: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether new devices are taken in order, level by level: all orders of unused children of a parent are alike.
-
-    >>> canonical(frozenset({0}), (1, 2), (4,)), canonical(frozenset({0}), (2, 1), (4,))
-    (True, False)
-    """
-    seen = set(used)
-    for device in devices:
-        below = math.prod(shape)
-        for size in shape:
-            child, below = device // (below // size), below // size
-            first = child // size * size
-            if any(not any(d // below == other for d in seen) for other in range(first, child)):
-                return False
-        seen.add(device)
-    return True

@@ -8,29 +8,67 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, SingleDevice, SingleLink
+from shardplan.placement.configurations import Configuration, degrees_of
 from shardplan.placement.device_topology import TICK_S, machine_of
 from shardplan.placement.held_bytes import Memory
 from shardplan.placement.mcmc import Limits, anneal
-from shardplan.placement.optimum import candidates_of, optimum
-from shardplan.placement.placement_problem import problem_of
+from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
+from shardplan.placement.optimum import aligned_configurations, optimum
+from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel, random_strategy
 from tests.placement.problems import operators
 
 
-@pytest.mark.parametrize("cluster", ["2", "1x2"])
-def test_the_optimum_is_that_of_all_strategies(cluster: str) -> None:
-    here = problem_of(operators("mlp", layers=3), machine_of(Cluster.load(cluster)))
-    candidates = candidates_of(here)
-    assert math.prod(map(len, candidates)) == 64
+@pytest.mark.parametrize(
+    ("cluster", "layers", "strategies"), [("2", 3, 64), ("1x2", 3, 64), ("4", 3, 11**3), ("2x2", 2, 15**2), ("2x4", 2, 40**2)]
+)
+def test_the_optimum_is_that_of_all_strategies(cluster: str, layers: int, strategies: int) -> None:
+    here = problem_of(operators("mlp", layers=layers), machine_of(Cluster.load(cluster)))
+    assert math.prod(map(len, aligned_configurations(here))) == strategies
+    found = optimum(here, data_parallel(here))
+    assert found.seconds == found.bound_s == here.seconds(found.strategy, "python") == _least_s(here)
+    assert found.simulated < strategies
+
+
+def _least_s(here: PlacementProblem) -> float:
+    """The seconds of the best strategy, by enumeration."""
     simulation = here.simulation("python")
-    least = min(simulation.full(s) for s in itertools.product(*candidates))
-    start = data_parallel(here)
+    return min(simulation.full(s) for s in itertools.product(*aligned_configurations(here))) * TICK_S
+
+
+def _drawn(cluster: str, extents: list[int], ticks: list[int], edges: list[tuple[int, int]]) -> PlacementProblem:
+    """Operators with one loop each, which cut evenly and keep their ticks in sum, and tensors between some of them."""
+    made = tuple(Operator(f"o{n}", "", (Loop("i", extent, "S"),), ((), (), ())) for n, extent in enumerate(extents))
+    tensors = tuple(Edge(i, j, (12,), 8, (0,), (0,), gradient=False) for i, j in edges)
+    tables = tuple(
+        {d: (max(1, whole // d[0]), 0, 0) for d in degrees_of(o, Cluster.load(cluster).size)}
+        for o, whole in zip(made, ticks, strict=True)
+    )
+    return PlacementProblem(OperatorGraph(made, tensors, ()), machine_of(Cluster.load(cluster)), tables)
+
+
+def test_independent_operators_run_beside_each_other_on_a_level_of_four() -> None:
+    """The second one is whole on a device or cut over two: they end together only on disjoint aligned groups."""
+    here = _drawn("4", [1, 2], [100, 200], [])
+    found = optimum(here, [Configuration((1,), (0,)), Configuration((1,), (0,))])
+    assert found.seconds == found.bound_s == _least_s(here) == 100 * TICK_S
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), cluster=st.sampled_from(["4", "2x4"]))
+def test_the_optimum_of_drawn_operators_is_that_of_all_strategies(data: st.DataObject, cluster: str) -> None:
+    count = 3 if cluster == "4" else 2
+    extents = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=count, max_size=count))
+    ticks = data.draw(st.lists(st.integers(10**5, 10**8), min_size=count, max_size=count))
+    pairs = list(itertools.combinations(range(count), 2))
+    here = _drawn(cluster, extents, ticks, data.draw(st.lists(st.sampled_from(pairs), unique=True)))
+    start = [Configuration((1,), (0,))] * count
     found = optimum(here, start)
-    simulation.full(found.strategy)
-    assert simulation.ticks == least
-    assert found.simulated < 64
+    assert found.seconds == found.bound_s == here.seconds(found.strategy, "python") == _least_s(here)
 
 
 @pytest.mark.parametrize("memory", [None, 120_000])
@@ -39,7 +77,7 @@ def test_devices_that_differ_have_the_optimum_of_all_strategies(devices: tuple[S
     limits = tuple(replace(d, memory_bytes=memory) for d in devices)
     cluster = replace(Cluster.load("3"), single_devices=limits, single_links=(SingleLink((1, 2), 1e9),))
     here = problem_of(operators("mlp", layers=3), machine_of(cluster))
-    candidates, simulation = candidates_of(here), here.simulation("python")
+    candidates, simulation = aligned_configurations(here), here.simulation("python")
     fitting = [s for s in itertools.product(*candidates) if Memory(here, s).fits]
     found = optimum(here, fitting[0])
     assert found.seconds == min(simulation.full(s) for s in fitting) * TICK_S

@@ -150,7 +150,7 @@ class _Search:
                 plan = attempt(Microbatches(count, batch))
                 if plan is not None and plan.step_time_s >= fastest_s:
                     return
-                fastest_s = plan.step_time_s if plan is not None and self._fits(plan) else fastest_s
+                fastest_s = fastest_s if plan is None else plan.step_time_s
         except MicrobatchError as error:  # none of these numbers can be
             self._leave_out(what, error)
 
@@ -214,9 +214,6 @@ class _Search:
             return math.inf
         return self.best.step_time_s / (1 + CONSTANTS.model_error if on_groups and isinstance(self.best, Plan) else 1)
 
-    def _fits(self, plan: Plan | PlacedPlan) -> bool:
-        return plan.peak_bytes <= self._asked.searcher.wanted.memory
-
     def _try(self, what: str, make: Callable[[], Plan | PlacedPlan]) -> Plan | PlacedPlan | None:
         """Makes a plan, and keeps it if it is the best; None if it cannot be made.
 
@@ -235,7 +232,7 @@ class _Search:
 
     def _take(self, what: str, plan: Plan | PlacedPlan) -> None:
         self._tried[what] = plan
-        if self._fits(plan) and plan.step_time_s < self._to_beat_s(on_groups=isinstance(plan, PlacedPlan)):
+        if plan.step_time_s < self._to_beat_s(on_groups=isinstance(plan, PlacedPlan)):
             self.best = plan
         if plan.stopped == "interrupted":
             raise KeyboardInterrupt
@@ -296,8 +293,6 @@ class _Search:
     def _why_not(self, plan: Plan | PlacedPlan) -> str:
         if plan is self.best:
             return ""
-        if not self._fits(plan):
-            return f"does not fit in {size(self._asked.searcher.wanted.memory)} a device"
         assert self.best is not None
         if plan.step_time_s >= self.best.step_time_s:
             return "slower"

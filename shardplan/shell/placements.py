@@ -68,7 +68,7 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
 
     Raises:
         PlacementError: for a step that names mesh axes.
-        MemoryLimitError: if the ops of a group fit its devices in no layout.
+        MemoryLimitError: if the ops of a group fit its devices in no layout, or those of all groups together do not fit.
     """
     return _plan(asked, split(assignment), assignment.of, None, origin)
 
@@ -80,7 +80,7 @@ def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
 
     Raises:
         PlacementError: if the step has fewer places to cut than stages need, or names mesh axes.
-        MemoryLimitError: if a stage fits its devices in no layout.
+        MemoryLimitError: if a stage fits its devices in no layout, or not with its microbatches in flight.
     """
     cluster, replicate = asked.searcher.cluster, asked.searcher.replicate
     if program.meshed:
@@ -116,7 +116,7 @@ def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, 
     plans = tuple(plan_data(asked, own) for own in made)
     graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
     placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit))
-    if inner is not None and (peak := peak_bytes(graph, placed.dispatch)) > limit:
+    if (peak := peak_bytes(graph, placed.dispatch)) > limit:  # groups may share devices, and a stage holds several microbatches
         raise MemoryLimitError(limit, peak, origin=asked.limit.origin)
     data = PlacedData(
         origin=origin,

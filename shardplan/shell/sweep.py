@@ -22,7 +22,6 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
-from shardplan.shell.plan_of_step import Plan
 from shardplan.shell.target import call_factory, parameters_of
 
 PLANNING: Mapping[str, str] = {
@@ -254,8 +253,7 @@ def _point(made: _Step, row: _Row, observer: Observer) -> Point:
         return replace(point, peak_bytes=error.smallest_bytes, remedy=needed)
     except ShardplanError as error:
         return replace(point, error=_line(error))
-    stopped = planned.stopped if isinstance(planned, Plan) else ""
-    return replace(point, step_time_s=planned.step_time_s, peak_bytes=planned.peak_bytes, stopped=stopped)
+    return replace(point, step_time_s=planned.step_time_s, peak_bytes=planned.peak_bytes, stopped=planned.stopped)
 
 
 def _recomputed(made: _Step, row: _Row, observer: Observer) -> str:

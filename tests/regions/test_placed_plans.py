@@ -59,6 +59,20 @@ def test_groups_that_share_devices_do_not_take_each_other_s_buffers() -> None:
     assert verify(plan, step, args).passed
 
 
+def test_devices_of_several_groups_hold_what_all_of_them_hold_within_the_memory_limit() -> None:
+    step, args = two_tower.train_step()
+    options: dict[str, Any] = {"cluster": "4", "placement": Halves(shared=1), "donate_argnums": (0,)}
+    plan = shardplan.plan(step, *args, **options)
+    limit = plan.peak_bytes - 1
+    assert max(group.peak_bytes for group in plan.groups) < limit, "each group fits alone"
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        shardplan.plan(step, *args, **options, memory_limit=limit)
+    assert (caught.value.limit_bytes, caught.value.smallest_bytes) == (limit, plan.peak_bytes)
+    (point,) = shardplan.sweep(lambda: (step, args), vary={"memory": [limit]}, **options).points
+    assert not point.fits
+    assert point.peak_bytes == plan.peak_bytes
+
+
 def test_the_result_of_place_and_its_file_are_placements(tmp_path: Any) -> None:
     step, args = two_tower.train_step()
     placement = shardplan.place(step, *args, cluster="2x2", budget_s=5, proposals=40, method="regions", start="dp")

@@ -390,8 +390,8 @@ def planned(kept: Kept) -> list[str]:
     medians = [statistics.median(column) for column in zip(*errors, strict=True)]
     lines += [f"| median error | {' | '.join(f'| {error:.1%}' for error in medians)} |"] if medians else []
     if saved:
-        part = f"{statistics.median(saved):.0%} in the median ({min(saved):.0%} to {max(saved):.0%})"
-        lines += ["", f"Of what overlap could save if all communication hid, compiled plans save {part}."]
+        part = f"{statistics.median(saved):.0%} of the time that full overlap would save ({min(saved):.0%} to {max(saved):.0%})"
+        lines += ["", f"Compiled plans save a median of {part}."]
     return lines
 
 

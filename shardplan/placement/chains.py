@@ -1,4 +1,7 @@
-"""Several chains from several starts, one after the other or each in a process of its own."""
+"""Several chains from several starts, one after the other or each in a process of its own.
+
+A process sends each improvement of its chain, as the observer hears it, and the chain when it ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,6 +22,9 @@ from shardplan.placement.configurations import Strategy
 from shardplan.placement.mcmc import Chain, Limits, Observer, anneal
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
+
+Sent = tuple[float, float] | Chain
+"""The seconds of the best step of a chain and the fraction of its budget that has passed, or the chain when it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +81,37 @@ def run_all(tasks: Sequence[Task], *, workers: int = 1, observer: Observer | Non
 
 
 def _in_processes(tasks: Sequence[Task], workers: int, observer: Observer | None) -> list[Chain]:
-    """The chains of tasks, which the workers take in turn."""
+    """The chains of tasks, which the workers take in turn. The observer hears of improvements as they are sent."""
     running: list[subprocess.Popen[bytes]] = []
-    found: list[Chain] = []
     try:
-        for n in range(workers):
+        for n in range(min(workers, len(tasks))):
             running.append(_begun(tasks[n::workers]))
-        for n in range(len(tasks)):
-            found.append(_received(running[n % workers]))
-            if observer is not None:
-                observer(min(c.seconds for c in found), len(found) / len(tasks))
+        return _gathered(running, len(tasks), observer)
     finally:
         for process in running:
             with process:  # closes its pipes and waits for it
                 process.kill()
-    return found
+
+
+def _gathered(running: Sequence[subprocess.Popen[bytes]], count: int, observer: Observer | None) -> list[Chain]:
+    """The chains that processes send, by task. Process n runs task n first, and then the next that it has."""
+    found: dict[int, Chain] = {}
+    best, done = float("inf"), [0.0] * count
+    with contextlib.ExitStack() as stack:
+        current = {stack.enter_context(_results(process)): n for n, process in enumerate(running)}
+        while current:
+            for pipe in cast("list[Connection[Any, Sent]]", wait(list(current))):
+                task, sent = current[pipe], _received(pipe)
+                seconds, done[task] = (sent.seconds, 1.0) if isinstance(sent, Chain) else sent
+                best = min(best, seconds)
+                if isinstance(sent, Chain):
+                    found[task] = sent
+                    current[pipe] += len(running)
+                    if current[pipe] >= count:
+                        del current[pipe]
+                if observer is not None:
+                    observer(best, sum(done) / count)
+    return [found[task] for task in range(count)]
 
 
 def _begun(tasks: Sequence[Task]) -> subprocess.Popen[bytes]:
@@ -104,12 +128,16 @@ def _begun(tasks: Sequence[Task]) -> subprocess.Popen[bytes]:
     return process
 
 
-def _received(process: subprocess.Popen[bytes]) -> Chain:
-    """The next chain that a process sends."""
+def _results(process: subprocess.Popen[bytes]) -> Connection[Any, Sent]:
     assert process.stdout is not None, "its output is piped"
+    return Connection(os.dup(process.stdout.fileno()), writable=False)
+
+
+def _received(pipe: Connection[Any, Sent]) -> Sent:
+    """What a process sends next."""
     try:
-        return pickle.load(process.stdout)
-    except (EOFError, pickle.UnpicklingError) as error:
+        return pipe.recv()
+    except (EOFError, OSError, pickle.UnpicklingError) as error:
         raise PlacementError("a process of the search ended early: run the search with --chains 1") from error
 
 
@@ -119,6 +147,6 @@ def cores() -> int:
 
 
 if __name__ == "__main__":
-    for given in pickle.load(sys.stdin.buffer):
-        pickle.dump(given.run(), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+    with Connection(os.dup(sys.stdout.fileno()), readable=False) as results:
+        for given in pickle.load(sys.stdin.buffer):
+            results.send(given.run(lambda seconds, done: results.send((seconds, done))))

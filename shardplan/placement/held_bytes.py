@@ -93,6 +93,18 @@ class Memory:
         return np.bincount(np.array(read.devices)[sent.target[remote]], nbytes, machine.count).astype(np.int64)
 
 
+def whole_bytes(problem: PlacementProblem) -> list[int]:
+    """[operators]: the bytes that each holds on one device, at most: as if it received all that it reads, and shared nothing."""
+    graph = problem.graph
+    held = [sum(nbytes for _, nbytes in o.saved) for o in graph.operators]
+    for e in graph.edges:
+        held[e.consumer] += math.prod(e.shape) * e.itemsize
+    for w, nbytes in _argument_bytes(graph):
+        for i in set(w.users):
+            held[i] += nbytes
+    return held
+
+
 def may_exceed(problem: PlacementProblem) -> bool:
     """Whether a strategy may need more memory than a device has; if one device can hold everything, none does."""
     graph, least = problem.graph, min(int(problem.machine.memory_bytes[d]) for d in problem.machine.present)

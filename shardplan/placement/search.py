@@ -43,10 +43,8 @@ class Found:
         return self.proposals / elapsed if elapsed > 0 else 0.0
 
 
-def checked(
-    budget_s: float, start: Sequence[str], *, chains: int | None = None, proposals: int | None = None, seed: int = 0
-) -> None:
-    """Refuses a budget, start, number of chains or of proposals, or seed that cannot be used.
+def check_limits(budget_s: float, *, chains: int | None = None, proposals: int | None = None, seed: int = 0) -> None:
+    """Refuses a budget, number of chains or of proposals, or seed that cannot be used.
 
     Raises:
         PlacementError: naming what is wrong.
@@ -58,8 +56,16 @@ def checked(
         least = 0 if name == "seed" else 1
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise PlacementError(f"{name} is {value!r}: give a whole number of at least {least}")
-    unknown = [name for name in start if name not in STARTS]
-    if unknown or not start:
+
+
+def check_names(names: Sequence[str], files: Sequence[str] = ()) -> None:
+    """Refuses names that are no starts, and no start at all.
+
+    Raises:
+        PlacementError: naming those that can be used.
+    """
+    unknown = [name for name in names if name not in STARTS]
+    if unknown or not (names or files):
         raise PlacementError(f"no start {', '.join(map(repr, unknown)) or 'is given'}: use some of {', '.join(STARTS)}")
 
 

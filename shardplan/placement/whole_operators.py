@@ -7,8 +7,10 @@ from typing import Literal
 import numpy as np
 
 from shardplan.dag import schedule_dag
+from shardplan.errors import PlacementError, ScheduleError
 from shardplan.placement.configurations import Strategy, single
 from shardplan.placement.device_topology import TICK_S
+from shardplan.placement.held_bytes import may_exceed, whole_bytes
 from shardplan.placement.placement_problem import PlacementProblem
 
 Scheduler = Literal["fd-dps", "heft"]
@@ -19,6 +21,10 @@ def scheduled(problem: PlacementProblem, method: Scheduler) -> Strategy:
     """Each operator whole on the device that ``method`` gives it.
 
     A task is an operator with all its phases; an edge takes the mean seconds of its tensor, there and back, between two devices.
+    Where a device may have too little memory, an operator counts as `whole_bytes` on it.
+
+    Raises:
+        PlacementError: if the operators are not packed into the memory of the devices.
     """
     machine, graph = problem.machine, problem.graph
     whole = [sum(table[(1,) * len(o.loops)]) * TICK_S for o, table in zip(graph.operators, problem.tables, strict=True)]
@@ -33,5 +39,9 @@ def scheduled(problem: PlacementProblem, method: Scheduler) -> Strategy:
         ways = 2 if e.gradient else 1
         seconds = ways * (latency + per_byte * e.itemsize * float(np.prod(e.shape)))
         edges[e.producer, e.consumer] = edges.get((e.producer, e.consumer), 0.0) + seconds
-    found = schedule_dag(times, edges, method)
+    memory, sizes = (machine.memory_bytes[present], whole_bytes(problem)) if may_exceed(problem) else (None, None)
+    try:
+        found = schedule_dag(times, edges, method, memory, sizes)
+    except ScheduleError as error:
+        raise PlacementError(f"method {method!r}, with operators whole on single devices and sizes in bytes: {error}") from error
     return tuple(single(o, int(present[d])) for o, d in zip(graph.operators, found.device, strict=True))

@@ -18,14 +18,20 @@ def placement_text(
     gains: Sequence[float | None],
     *,
     regions: Sequence[Region] = (),
+    plan_priced_s: float | None = None,
     title: str,
     origin: str,
     searched: str,
 ) -> str:
-    """``gains`` [operators] are the seconds that a step takes more if one operator alone runs data parallel (None: it does)."""
+    """``gains`` [operators] are the seconds that a step takes more if one operator alone runs data parallel (None: it does).
+
+    ``plan_priced_s`` is the step of the plan on all devices as the planner prices it, where it is known.
+    """
     rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
     parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]
     parts.append("Beside\n\n" + table(("strategy", "step", "of this"), rows))
+    if plan_priced_s is not None:
+        parts.append(f"The planner prices the plan on all devices at {seconds(plan_priced_s)}.")
     if regions:
         areas = [(devices_text(r.devices), str(len(r.operators)), seconds(r.seconds), _ends(r, operators)) for r in regions]
         parts.append("Regions\n\n" + table(("devices", "operators", "computes", "from and to"), areas))

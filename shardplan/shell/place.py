@@ -25,7 +25,7 @@ from shardplan.placement.held_bytes import Memory, check_memory
 from shardplan.placement.mcmc import Limits, Observer
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import region_search
-from shardplan.placement.search import STARTS, Found, checked, search, starts_of
+from shardplan.placement.search import STARTS, Found, check_limits, check_names, search, starts_of
 from shardplan.placement.simulation import Simulation
 from shardplan.placement.starts import data_parallel, expert, from_plan
 from shardplan.placement.strategy_files import fingerprint, read_strategy_file, strategy_json
@@ -38,6 +38,7 @@ from shardplan.search.inference import anytime
 from shardplan.shell.api import checked_observer, plan, warn_of_graph
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.placements import assignment_of
+from shardplan.shell.plan_of_step import Plan
 
 _log = logging.getLogger("shardplan")
 
@@ -51,7 +52,9 @@ class Placement:
 
     ``strategy`` has a configuration for each operator of ``problem``. ``data_parallel_s``, ``expert_s`` and ``plan_s`` are the
     seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), simulated
-    alike. ``origin`` says which start or chain found it. ``simulations_per_s`` counts the proposals that one core decides.
+    alike. ``plan_priced_s`` is the step of that plan as the planner prices it. ``schedule_s`` is the step of the schedule that
+    the method "fd-dps" or "heft" made; a start may be faster and so the answer. ``origin`` says what found it.
+    ``simulations_per_s`` counts the proposals that one core decides.
     ``regions`` are those that the method "regions" made: connected operators on one group of devices.
     """
 
@@ -65,6 +68,8 @@ class Placement:
     proposals: int
     simulations_per_s: float
     regions: tuple[Region, ...] = ()
+    plan_priced_s: float | None = None
+    schedule_s: float | None = None
 
     def __repr__(self) -> str:
         count = len(self.strategy)
@@ -144,6 +149,8 @@ class Placement:
             "data_parallel_s": self.data_parallel_s,
             "expert_s": self.expert_s,
             "plan_s": self.plan_s,
+            "plan_priced_s": self.plan_priced_s,
+            "schedule_s": self.schedule_s,
             "assignment": {name: list(devices) for name, devices in self.assignment.items()},
             "held_bytes": list(self.held_bytes),
             "proposals": self.proposals,
@@ -159,7 +166,12 @@ class Placement:
 
     def text(self, title: str = "the step") -> str:
         """The step beside its baselines, and where each operator runs, for people."""
-        known = {"data parallel": self.data_parallel_s, "expert": self.expert_s, "the plan on all devices": self.plan_s}
+        known = {
+            "data parallel": self.data_parallel_s,
+            "expert": self.expert_s,
+            "the plan on all devices": self.plan_s,
+            "scheduled whole operators": self.schedule_s,
+        }
         return placement_text(
             self.step_time_s,
             {name: s for name, s in known.items() if s is not None},
@@ -167,6 +179,7 @@ class Placement:
             self.strategy,
             self.gains,
             regions=self.regions,
+            plan_priced_s=self.plan_priced_s,
             title=title,
             origin=self.origin,
             searched=f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core",
@@ -198,7 +211,7 @@ def place(
         seed: Equal seeds draw equal proposals. How many fit in the budget depends on the machine; ``proposals`` limits them.
         start: Some of "dp" (data parallel), "expert", "random", "plan" (`shardplan.plan`), and files that `Placement.save` wrote.
         method: "mcmc"; "regions" for connected operators on one group of devices, planned inside; or "fd-dps" or "heft", which
-            schedule whole operators on single devices.
+            schedule whole operators on single devices (a start that is faster is the answer then).
         speed: A factor on the speed of each device of the cluster. Parts are equal, so that a slower device takes longer.
         proposals: The most proposals of each chain.
         observer: Called with the current activity and the fraction done.
@@ -210,7 +223,8 @@ def place(
         UndescribedPrimitiveError: for a primitive without a description.
     """
     names, files = _named(start)
-    checked(budget_s, names or STARTS[: len(files)], chains=chains, proposals=proposals, seed=seed)
+    check_limits(budget_s, chains=chains, proposals=proposals, seed=seed)
+    check_names(names, files)
     if method not in ("mcmc", "regions", *SCHEDULERS):
         raise PlacementError(f"the method {method!r} does not exist: use mcmc, regions, fd-dps or heft")
     tell = checked_observer(observer)
@@ -227,7 +241,8 @@ def place(
         names = _without_plan(names, files)
     if "plan" not in names:
         warn_of_graph(graph, resolved.device)  # a plan warns itself
-    planned = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else None
+    made = _planned(step, args, resolved, kwargs, tell) if "plan" in names else None
+    planned = None if made is None else from_plan(problem, made._data.choices, made.factors)
     starts = known | starts_of(problem, names, seed, planned)
     limits = Limits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
@@ -242,6 +257,8 @@ def place(
         found.proposals,
         found.simulations_per_s,
         regions,
+        None if made is None else made.step_time_s,
+        found.starts.get(method),
     )
 
 
@@ -272,19 +289,18 @@ def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Foun
 
 
 def _planned(
-    problem: PlacementProblem,
     step: Callable[..., Any],
     args: Sequence[Any],
     cluster: Cluster,
     kwargs: Any,
     tell: anytime.Observer,
-) -> Strategy:
-    """The plan on all devices as a strategy. It is made for equal devices, and runs on those that are there."""
+) -> Plan:
+    """The plan on all devices, as if they were equal."""
     cluster = replace(cluster, single_devices=(), single_links=())
     made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=tell)
     if made.stopped == "interrupted":  # an interrupted plan is no start: the search would go on without the user
         raise KeyboardInterrupt
-    return from_plan(problem, made._data.choices, made.factors)
+    return made
 
 
 def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:

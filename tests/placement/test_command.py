@@ -128,6 +128,26 @@ def test_loops_without_a_trip_count_are_told_without_a_plan_too(caplog: pytest.L
     assert [m.partition(" at ")[0] for m in caplog.messages] == ["the while loop"]
 
 
+def test_the_seconds_of_a_schedule_stand_beside_a_faster_start(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--start", "dp", "--method", "heft", "--set", "batch=65536", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["origin"] == "dp"
+    assert answer["step_time_s"] < answer["schedule_s"]
+    code, out, _ = _run(capsys, "--start", "dp", "--method", "heft", "--set", "batch=65536")
+    assert code == 0
+    assert "scheduled whole operators" in out
+
+
+def test_the_planners_price_stands_beside_the_simulated_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "--start", "plan", "--json")
+    assert code == 0
+    step, args = load_target("models.mlp:train_step", {})
+    planned = shardplan.plan(step, *args, cluster="2x2")
+    assert json.loads(out)["plan_priced_s"] == planned.step_time_s
+    assert json.loads(out)["schedule_s"] is None
+
+
 def test_a_start_that_is_neither_a_name_nor_names_is_refused() -> None:
     three: Any = 3
     with pytest.raises(shardplan.ShardplanError, match="start=3 is no start: use some of dp"):

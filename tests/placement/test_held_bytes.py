@@ -11,18 +11,19 @@ import jax
 import numpy as np
 import pytest
 
-from shardplan.errors import PlacementMemoryError
+from shardplan.errors import PlacementError, PlacementMemoryError
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster, SingleDevice
-from shardplan.placement.configurations import Configuration
+from shardplan.placement.configurations import Configuration, single
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.held_bytes import Memory, may_exceed
+from shardplan.placement.held_bytes import Memory, may_exceed, whole_bytes
 from shardplan.placement.mcmc import Limits
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.search import search, starts_of
 from shardplan.placement.starts import data_parallel, random_strategy
+from shardplan.placement.whole_operators import SCHEDULERS, Scheduler, scheduled
 from shardplan.shell.cli import main
 from tests.placement.problems import operators, problem
 
@@ -99,6 +100,26 @@ def test_no_answer_is_beyond_the_memory_of_a_device() -> None:
     assert set(found.starts) == {"dp", "three"}
     assert {c.proposals for c in found.chains} == {300}
     assert len(found.chains) == 1
+
+
+@pytest.mark.parametrize("method", SCHEDULERS)
+def test_whole_operators_are_scheduled_within_the_memory_of_devices(method: Scheduler) -> None:
+    most = max(whole_bytes(_limited("mlp")))
+    here = _limited("mlp", d0=most, d1=most, d2=most, d3=most)
+    assert may_exceed(here)
+    strategy = scheduled(here, method)
+    assert Memory(here, strategy).fits
+    assert len({c.devices for c in strategy}) == 4
+    with pytest.raises(PlacementError, match=f"method '{method}', with operators whole on single devices and sizes in bytes: "):
+        scheduled(_limited("mlp", d0=most // 2, d1=most // 2, d2=most // 2, d3=most // 2), method)
+
+
+@pytest.mark.parametrize("model", ["mlp", "rnn", "gpt"])
+def test_no_device_holds_more_than_the_sizes_of_its_whole_operators(model: str) -> None:
+    here, draw = problem(model, "2x2"), np.random.default_rng(0)
+    strategy = [single(o, int(draw.integers(4))) for o in here.graph.operators]
+    sizes = np.bincount([c.devices[0] for c in strategy], whole_bytes(here), 4)
+    assert np.all(Memory(here, strategy).bytes <= sizes)
 
 
 def test_where_no_start_fits_the_error_has_the_numbers() -> None:

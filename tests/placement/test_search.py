@@ -17,7 +17,7 @@ from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
 from shardplan.placement.placement_problem import PlacementProblem
-from shardplan.placement.search import checked, search, starts_of
+from shardplan.placement.search import check_limits, check_names, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
 from shardplan.placement.strategy_files import fingerprint, read_strategy, strategy_json
 from tests.placement.problems import problem
@@ -123,6 +123,18 @@ def test_chains_in_processes_are_those_in_this_one() -> None:
     assert [c.strategy for c in apart] == [c.strategy for c in here_alone]
 
 
+def test_processes_tell_of_each_improvement() -> None:
+    here = problem("mlp", "2x2")
+    starts = starts_of(here, ("dp", "random"), 0, None)
+    told: list[tuple[float, float]] = []
+    tasks = tasks_of(here, starts, Limits(proposals=200), chains=3, seed=0, workers=2, engine="python")
+    found = run_all(tasks, workers=2, observer=lambda seconds, done: told.append((seconds, done)))
+    assert len(told) == sum(len(c.history) for c in found)  # a history begins with the start, and a chain ends once
+    assert [seconds for seconds, _ in told] == sorted((s for s, _ in told), reverse=True)
+    assert told[-1] == (min(c.seconds for c in found), 1.0)
+    assert len(told) > 3
+
+
 def test_a_process_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     here = problem("mlp", "2x2")
     monkeypatch.setattr("shardplan.placement.chains.sys.executable", "/bin/false")
@@ -146,13 +158,19 @@ def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
         ({"chains": 0}, "chains is 0: give a whole number of at least 1"),
         ({"proposals": 1.5}, "proposals is 1.5: give a whole number of at least 1"),
         ({"seed": -1}, "seed is -1: give a whole number of at least 0"),
-        ({"start": ("dp", "best")}, "no start 'best': use some of dp, expert, random, plan"),
-        ({"start": ()}, "no start is given"),
     ],
 )
 def test_what_leaves_nothing_to_search_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        checked(**{"budget_s": 1.0, "start": ("dp",), **options})
+        check_limits(**{"budget_s": 1.0, **options})
+
+
+def test_starts_are_known_names_or_files() -> None:
+    check_names((), ("s.json",))
+    with pytest.raises(PlacementError, match="no start 'best': use some of dp, expert, random, plan"):
+        check_names(("dp", "best"), ("s.json",))
+    with pytest.raises(PlacementError, match="no start is given"):
+        check_names(())
 
 
 def test_a_strategy_file_gives_the_strategy_back() -> None:

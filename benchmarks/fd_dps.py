@@ -1,6 +1,6 @@
 """FD-DPS beside HEFT and the proven optimum on random DAGs, and a schedule made anew while it runs.
 
-    python benchmarks/fd_dps.py [--dags N] [--seed N] [--exact N] [--png FILE]
+    python benchmarks/fd_dps.py [--dags N] [--seed N] [--exact N] [--png FILE] [--table]
 
 Half of the DAGs are layered, half random; 10 to 100 tasks, 2 to 8 devices, half of them equal; transfers of 0.1 to 10 times a
 task's seconds in the mean; links of unequal devices differ in half of the DAGs. HEFT is no part of FD-DPS here.
@@ -85,9 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--exact", type=int, default=100, help="small DAGs with proven optima")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", type=Path, help="write the two Gantt charts of the re-scheduling as a picture")
+    parser.add_argument("--table", action="store_true", help="print the makespans beside HEFT's alone, as a Markdown table")
     options = parser.parse_args(arguments)
     rng = np.random.default_rng(options.seed)
-    beside_heft([random_case(rng, int(rng.integers(10, 101))) for _ in range(options.dags)])
+    cases = [random_case(rng, int(rng.integers(10, 101))) for _ in range(options.dags)]
+    if options.table:
+        print(heft_table(cases))
+        return
+    beside_heft(cases)
     beside_optimum([random_case(rng, int(rng.integers(6, 13))) for _ in range(options.exact)])
     rescheduled(options.png)
 
@@ -103,6 +108,17 @@ def beside_heft(cases: Sequence[Case]) -> None:
         _row(name, ratio, f"{seconds.mean() * 1e3:9.1f}  {seconds.max() * 1e3:6.1f}")
         for part, chosen in _parts(cases).items() if name == "fd-dps" else ():
             _row(f"  {part}", ratio[chosen])
+
+
+def heft_table(cases: Sequence[Case]) -> str:
+    """Makespans divided by HEFT's; nothing in it depends on the machine."""
+    heft = _timed(cases, lambda dag: planned(dag, "heft"))[0]
+    lines = ["| makespan / HEFT's | DAGs | quartile | median | quartile | mean | shorter | longer |"]
+    lines.append("|---|" + "---:|" * 7)
+    for name, method in METHODS.items():
+        cells = [f"{len(cases)}", *_figures(_timed(cases, method)[0] / heft)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _parts(cases: Sequence[Case]) -> dict[str, NDArray[np.bool_]]:
@@ -126,10 +142,14 @@ def _timed(cases: Sequence[Case], method: Callable[[Dag], Schedule]) -> tuple[ND
 def _row(name: str, ratio: NDArray[np.float64], rest: str = "") -> None:
     if not len(ratio):
         return
-    low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
-    wins, losses = np.mean(ratio < 1 - 1e-9), np.mean(ratio > 1 + 1e-9)
-    quartiles = f"{low:9.3f} {middle:7.3f} {high:9.3f} {ratio.mean():7.3f}"
-    print(f"{name:34} {len(ratio):5} {quartiles} {wins:8.1%} {losses:7.1%} {rest}".rstrip())
+    low, middle, high, mean, wins, losses = _figures(ratio)
+    print(f"{name:34} {len(ratio):5} {low:>9} {middle:>7} {high:>9} {mean:>7} {wins:>8} {losses:>7} {rest}".rstrip())
+
+
+def _figures(ratio: NDArray[np.float64]) -> list[str]:
+    """Quartile, median, quartile and mean, and how often a makespan is shorter and longer."""
+    means = [*np.quantile(ratio, [0.25, 0.5, 0.75]), ratio.mean()]
+    return [*(f"{x:.3f}" for x in means), *(f"{np.mean(x):.1%}" for x in (ratio < 1 - 1e-9, ratio > 1 + 1e-9))]
 
 
 def beside_optimum(cases: Sequence[Case]) -> None:

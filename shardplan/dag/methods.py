@@ -55,7 +55,7 @@ def planned(dag: Dag, method: Method = "fd-dps") -> Schedule:
     slack that sorts tasks does not see that devices are busy, and a slot is chosen because it does not lengthen the path of
     mean seconds, not because it ends early. So:
 
-    - Tasks are also sorted by LST alone, with devices by least delay (`lookahead`), on the graph and on the reversed graph.
+    - Tasks in HEFT's order take devices by a look ahead (`lookahead`), on the graph and on the reversed graph.
     - The paper's step, an assignment that updates the dynamic critical path, goes on when all tasks have devices (`shorten`):
       critical tasks move to better slots of formula 11 until none has one.
 

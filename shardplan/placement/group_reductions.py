@@ -41,7 +41,7 @@ class GroupPrices:
         return max(1, round(self.seconds(mask, nbytes) / TICK_S))
 
     def links(self, mask: int) -> tuple[int, ...]:
-        """The connections that the group keeps busy: those by which its ring leaves each device, on the widest level alone."""
+        """The connections that the group keeps busy: the slowest of those by which its ring leaves each device."""
         if mask not in self._links:
             members = members_of(mask)
             after = np.roll(members, -1)

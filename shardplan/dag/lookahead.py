@@ -11,8 +11,8 @@ from .heft import Slots
 from .memory import Room
 from .schedules import Orders
 
-# Fitted to 200 random DAGs of benchmarks/fd_dps.py: HEFT's makespan is undercut by 1.3% in the mean with 0.5, by 0.7% with 1 and by
-# nothing with 0. Judged on 200 others (its seed 7): by 2.2% with 0.5, 2.3% with 0.25, 1.9% with 1.
+# Fitted to 200 random DAGs like those of benchmarks/fd_dps.py: HEFT's makespan is undercut by 1.3% in the mean with 0.5, by 0.7%
+# with 1 and by nothing with 0. Judged on 200 others (its seed 7): by 2.2% with 0.5, 2.3% with 0.25, 1.9% with 1.
 BEST_CASE = 0.5
 
 

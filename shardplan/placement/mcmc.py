@@ -3,7 +3,7 @@
 A proposal gives one operator, drawn at random, a random configuration, or a random one on the devices of a neighbour. It is
 accepted with probability min(1, exp(beta * (cost(S) - cost(S*)) / cost(S))): equation 1 on relative costs, so that one ``beta``
 serves steps of any length. The draw comes first, so the simulation knows the largest cost that is accepted, and stops once a
-step must exceed it. Proposals are not symmetric, and the probability does not correct for that: a chain searches, it does not sample.
+step must exceed it. Proposals are not symmetric, and the acceptance does not correct for it: chains do not sample equation 1.
 """
 
 from __future__ import annotations

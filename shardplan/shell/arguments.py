@@ -17,12 +17,19 @@ CONFIG = "--config"
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line. ``long_options`` has each option by its name without dashes, and
     ``repeated`` the names of those that may be repeated; ``commands`` are the parsers of its own commands.
+
+    A file of options (`shardplan.shell.config_file`) is one for all commands. Of those at its top, ``refused`` are not for this
+    command. ``replaces`` has, for an option on the command line, the options of the file whose place it takes; ``needs`` the
+    number of words that are no options without which an option of the file has no use.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.long_options: dict[str, argparse.Action] = {}
         self.repeated: set[str] = set()
         self.commands: Mapping[str, Parser] = {}
+        self.refused: frozenset[str] = frozenset()
+        self.replaces: Mapping[str, frozenset[str]] = {}
+        self.needs: Mapping[str, int] = {}
         super().__init__(*args, **options)
 
     def add_subparsers(self, **options: Any) -> Any:
@@ -45,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> Parser:
     """Adds a command with ``--json`` and ``--config`` to these commands; ``what`` says what it does."""
     one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
     one.add_argument("--json", action="store_true", help="print one JSON object to stdout")
@@ -72,8 +79,9 @@ def count(text: str, *, least: int = 1) -> int:
     return value
 
 
-def add_target_options(one: argparse.ArgumentParser) -> None:
+def add_target_options(one: Parser) -> None:
     """Adds a TARGET and the options of planning it."""
+    one.replaces = {"axes": frozenset({"factors"}), "factors": frozenset({"axes"})}
     one.add_argument(
         "target",
         metavar="TARGET",

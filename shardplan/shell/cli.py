@@ -25,7 +25,7 @@ from shardplan.shell.arguments import Parser, add_command, add_target_options, c
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
 from shardplan.shell.completion import add_completion_command
-from shardplan.shell.config_file import with_config
+from shardplan.shell.config_file import Words, with_config
 from shardplan.shell.diff_command import add_diff_command
 from shardplan.shell.export_command import add_export_command
 from shardplan.shell.mesh_commands import add_mesh_commands
@@ -33,16 +33,18 @@ from shardplan.shell.place_command import add_place_command
 from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
-from shardplan.shell.target_plan import may_be_on_groups, simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, may_be_on_groups, simulated_devices, target_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     # hides XLA's notes on its own partitioning, which are not about the user's step; errors still show
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    given = Words(tuple(sys.argv[1:] if argv is None else argv))
     try:
         parser, commands = _parser()
-        options = parser.parse_args(with_config(sys.argv[1:] if argv is None else argv, commands, Path.cwd()))
+        given = with_config(given.words, commands, Path.cwd())
+        options = parser.parse_args(given.words)
         # a factory may print, but only the report belongs on stdout
         with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ShardplanError as error:
         text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
-        print(f"shardplan: {text}", file=sys.stderr)
+        print(f"shardplan: {text}{given.remark(text)}", file=sys.stderr)
         if os.environ.get("SHARDPLAN_TRACEBACK"):
             traceback.print_exception(error)
         return 2
@@ -177,7 +179,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
 
     one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
     add_target_options(one)
-    one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
+    add_saved_plan(one)
     one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
 
     for add in (add_compare_command, add_score_command, add_simulate_command, add_sweep_command, add_place_command):

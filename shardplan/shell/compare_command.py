@@ -21,6 +21,7 @@ def add_compare_command(commands: Any) -> None:
     """Adds `compare`."""
     one = add_command(commands, "compare", _compare, "compare the plan with every baseline")
     add_target_options(one)
+    one.refused = frozenset({"placement"})
     one.add_argument(
         "--measure",
         action="store_true",

@@ -1,15 +1,22 @@
 """Options of commands from a file: ``--config run.toml``, else ``[tool.shardplan]`` of ./pyproject.toml.
 
-A key is an option's name without dashes in front. Keys at the top go to every command that has such an option; those of a table
-with a command's name go to that command alone, and win. A list repeats its option, a table writes ``NAME=VALUE``, true sets a
-switch. What the command line gives wins; options that may be repeated add to those of the file.
+A key is an option's name without dashes in front. Keys at the top go to every command that takes such an option; those of a
+table with a command's name go to that command alone, and win. A list repeats its option, a table writes ``NAME=VALUE``, true sets
+a switch.
+
+What the command line gives wins, and so does what takes an option's place there: a ``--plan`` has the settings of planning, and
+what ``--vary`` names is not fixed. Of options that write ``NAME=VALUE``, it wins name by name; others that may be repeated add to
+those of the file.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +26,100 @@ from shardplan.shell.arguments import CONFIG, Parser
 PROJECT = "pyproject.toml"
 
 
-def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path) -> list[str]:
+_LISTS = ("axes", "factors")
+"""Options whose pairs may stand in one word, with commas between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a command line with those of a ``file`` of options, which are ``own``."""
+
+    words: tuple[str, ...]
+    file: Path | None = None
+    own: tuple[str, ...] = ()
+
+    def remark(self, text: str) -> str:
+        """What to add to the text of an error that names options of the file, or their values: where they come from."""
+        pairs = [word.removeprefix("--").partition("=")[::2] for word in self.own]
+        named = dict.fromkeys(key for key, value in pairs if _is_named(key, value, text))
+        return f" ({self.file} sets {', '.join(named)})" if named and str(self.file) not in text else ""
+
+
+def _is_named(key: str, value: str, text: str) -> bool:
+    """Whether a text names an option, its value, or what a ``NAME=VALUE`` sets."""
+    said = [
+        rf"(--|\b){re.escape(key)}[=:]",
+        rf"--{re.escape(key)}\b",
+        *(re.escape(repr(part)) for part in (value, value.partition("=")[0]) if part),
+    ]
+    return any(re.search(pattern, text) for pattern in said)
+
+
+def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path) -> Words:
     """The words of a command line, those of its file of options behind the command. ``folder`` has the project's file.
 
     Raises:
         ShardplanError: for a file that cannot be read, and for a key or a value that no command takes; it names file and key.
     """
-    words = list(argv)
+    words = tuple(argv)
     at = next((n for n, word in enumerate(words) if word in parsers), None)
     if at is None:
-        return words
+        return Words(words)
     command, parser, behind = words[at], parsers[words[at]], at + 1
     if parser.commands and behind < len(words) and words[behind] in parser.commands:
         parser, behind = parser.commands[words[behind]], behind + 1
     file = _source(words[behind:], folder)
     if file is None:
-        return words
-    own = _options(file, _read(file), command, parser, parsers)
-    return [*words[:behind], *(word for key, value in own.items() for word in _words(file, key, value, parser)), *words[behind:]]
+        return Words(words)
+    given = _given(words[behind:], parser)
+    taken = _options(file, _read(file), command, parser, parsers, given)
+    own = tuple(w for key, value in taken.items() for w in _words(file, key, value, parser, _names(key, given, parser)))
+    return Words((*words[:behind], *own, *words[behind:]), file, own)
+
+
+_FREE = ""
+"""The key of `_given` for words that are no options."""
+
+
+def _given(words: Sequence[str], parser: Parser) -> dict[str, list[str]]:
+    """The values that the command line gives each option of a command, and its other words."""
+    found: dict[str, list[str]] = {_FREE: []}
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.removeprefix("--").partition("=")
+        action = parser.long_options.get(name) if word.startswith("--") else None
+        if action is not None:
+            found.setdefault(name, []).append(value if equals else "" if action.nargs == 0 else next(left, ""))
+        elif word.startswith("-"):
+            next(left, "")  # the value of a short option
+        else:
+            found[_FREE].append(word)
+    return found
+
+
+def _replaced(options: Iterable[str], parser: Parser) -> set[str]:
+    """The options whose place these take."""
+    return {name for option in options for name in parser.replaces.get(option, ())}
+
+
+def _varied(given: Mapping[str, Sequence[str]]) -> set[str]:
+    """The names that the command line varies."""
+    return _names_in(given.get("vary", ()))
+
+
+def _names(key: str, given: Mapping[str, Sequence[str]], parser: Parser) -> set[str]:
+    """The names that the command line gives values, of an option ``key`` with values ``NAME=VALUE``."""
+    if key not in parser.repeated or "=" not in str(parser.long_options[key].metavar):
+        return set()
+    return _names_in(_pairs(key, given.get(key, ()))) | (_varied(given) if key == "set" else set())
+
+
+def _pairs(key: str, texts: Sequence[str]) -> Sequence[str]:
+    return ",".join(texts).split(",") if key in _LISTS else texts
+
+
+def _names_in(pairs: Sequence[str]) -> set[str]:
+    return {text.partition("=")[0].strip() for text in pairs if "=" in text}
 
 
 def _source(words: Sequence[str], folder: Path) -> Path | None:
@@ -68,8 +151,15 @@ def _read(file: Path) -> Mapping[str, Any]:
     return own
 
 
-def _options(file: Path, table: Mapping[str, Any], command: str, parser: Parser, parsers: Mapping[str, Parser]) -> dict[str, Any]:
-    """The options that a table has for a command. A table with a command's name is that command's."""
+def _options(
+    file: Path,
+    table: Mapping[str, Any],
+    command: str,
+    parser: Parser,
+    parsers: Mapping[str, Parser],
+    given: Mapping[str, Sequence[str]],
+) -> dict[str, Any]:
+    """The options that a table has for a command beside those given. A table with a command's name is that command's."""
     known = {name: _known(own) for name, own in parsers.items()}
     every = set[str]().union(*known.values())
     top = {key: value for key, value in table.items() if not (key in parsers and isinstance(value, dict))}
@@ -81,7 +171,11 @@ def _options(file: Path, table: Mapping[str, Any], command: str, parser: Parser,
             if option not in known[name]:
                 raise ShardplanError(f"{file}: [{name}] {option} is no option of {name}{nearest(option, sorted(known[name]))}")
     own = table[command] if command in table.keys() - top.keys() else {}
-    return {key: value for key, value in {**top, **own}.items() if key in parser.long_options}
+    idle = {name.replace("_", "-") for name in _varied(given)} | _replaced(given, parser)
+    idle |= given.keys() - parser.repeated
+    idle |= {name for name, count in parser.needs.items() if len(given[_FREE]) < count}
+    shared = {key: value for key, value in top.items() if key not in parser.refused | _replaced(own, parser)}
+    return {key: value for key, value in (shared | own).items() if key in parser.long_options and key not in idle}
 
 
 def _known(parser: Parser) -> set[str]:
@@ -90,8 +184,8 @@ def _known(parser: Parser) -> set[str]:
     return own - {"help", CONFIG.removeprefix("--")}
 
 
-def _words(file: Path, key: str, value: Any, parser: Parser) -> list[str]:
-    """An option as words of a command line."""
+def _words(file: Path, key: str, value: Any, parser: Parser, but: set[str]) -> list[str]:
+    """An option as words of a command line, but for the values of the names ``but``."""
     action = parser.long_options[key]
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -104,7 +198,22 @@ def _words(file: Path, key: str, value: Any, parser: Parser) -> list[str]:
         values = [_text(file, key, item) for item in (value if isinstance(value, list) else [value])]
     if len(values) != 1 and not repeated:
         raise ShardplanError(f"{file}: {key} = {value!r}: it takes one value")
+    for text in values:
+        _check(file, key, text, action)
+    if but:
+        values = [text for text in _pairs(key, values) if text.partition("=")[0].strip() not in but]
     return [f"--{key}={text}" for text in values]
+
+
+def _check(file: Path, key: str, text: str, action: argparse.Action) -> None:
+    """Refuses a value that the option does not take."""
+    if action.choices is not None and text not in action.choices:
+        raise ShardplanError(f"{file}: {key} = {text!r}: use one of {', '.join(map(str, action.choices))}")
+    if callable(action.type):
+        try:
+            action.type(text)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ShardplanError(f"{file}: {key} = {text!r}: {error}") from error
 
 
 def _text(file: Path, key: str, value: Any) -> str:

@@ -20,6 +20,7 @@ def add_export_command(commands: Any) -> None:
     one.add_argument(
         "target", nargs="?", metavar="TARGET", help="the planned step, for StableHLO: package.module:factory or file.py:factory"
     )
+    one.needs = {"set": 2}  # the plan and its TARGET
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
     one.add_argument(
         "-o",
@@ -36,6 +37,8 @@ def _export(options: argparse.Namespace) -> Report:
 
     check_outputs({"-o": options.output}, options)
     form = form_of(options.output)
+    if options.set and options.target is None:
+        raise ShardplanError(f"--set {options.set[0]} is an option of a TARGET, and none is given: give both, or leave out --set")
     if form != STEP and options.target is None:
         write_text(read(options.plan), options.output)
     elif options.target is None:

@@ -8,14 +8,14 @@ from typing import Any
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, add_target_options, check_outputs
-from shardplan.shell.target_plan import may_be_on_groups, target_plan
+from shardplan.shell.target_plan import add_saved_plan, may_be_on_groups, target_plan
 
 
 def add_simulate_command(commands: Any) -> None:
     """Adds `simulate`."""
     one = add_command(commands, "simulate", _simulate, "simulate a step of a plan, with compute and communication at once")
     add_target_options(one)
-    one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
+    add_saved_plan(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
     one.add_argument(
         "--png", metavar="FILE", help="draw streams and memory, or the runs of groups of devices (.png, .svg or .pdf)"

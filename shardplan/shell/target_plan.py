@@ -10,6 +10,7 @@ from typing import Any
 
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.shell import interrupts
+from shardplan.shell.arguments import Parser
 
 
 def target_plan(
@@ -102,28 +103,37 @@ _TAKE_GROUPS = ("plan", "verify", "simulate")
 """The commands that take a plan with groups of devices."""
 
 
+NEW_PLAN = (
+    "memory",
+    "pin",
+    "factors",
+    "axes",
+    "microbatches",
+    "placement",
+    "donate",
+    "replicate",
+    "time-budget",
+    "one-choice",
+    "remat",
+    "time-model",
+    "objective",
+)
+"""The options that say how to plan, which a plan read from a file has settings of its own for."""
+
+
+def add_saved_plan(one: Parser) -> None:
+    """Adds ``--plan``, which takes the place of the cluster and the `NEW_PLAN` options in a file of options."""
+    one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
+    one.replaces = {**one.replaces, "plan": frozenset({"cluster", *NEW_PLAN})}
+
+
 def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
     """Refuses options that a plan read from a file would ignore."""
     defaults = {"objective": "time"}  # all other options are empty by default
-    for name in (
-        "memory",
-        "pin",
-        "factors",
-        "axes",
-        "microbatches",
-        "placement",
-        "donate",
-        "replicate",
-        "time_budget",
-        "one_choice",
-        "remat",
-        "time_model",
-        *defaults,
-    ):
+    for option in NEW_PLAN:
+        name = option.replace("-", "_")
         if getattr(options, name) and getattr(options, name) != defaults.get(name):
-            raise ShardplanError(
-                f"--{name.replace('_', '-')} is for a new plan: {file} has its own setting; leave out this option or --plan"
-            )
+            raise ShardplanError(f"--{option} is for a new plan: {file} has its own setting; leave out this option or --plan")
 
 
 def _cluster(given: str | None, file: str | None) -> Any:

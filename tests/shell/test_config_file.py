@@ -20,7 +20,7 @@ TARGET = "models.mlp:train_step"
 
 def words(folder: Path, text: str, *argv: str, name: str = "run.toml") -> list[str]:
     (folder / name).write_text(text)
-    return with_config(argv, COMMANDS, folder)
+    return list(with_config(argv, COMMANDS, folder).words)
 
 
 def test_keys_become_options_behind_the_command(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ def test_the_project_has_a_table_and_a_named_file_takes_its_place(tmp_path: Path
     named = words(tmp_path, 'memory = "1GiB"', "plan", TARGET, f"--config={tmp_path / 'run.toml'}")
     assert named == ["plan", "--memory=1GiB", TARGET, f"--config={tmp_path / 'run.toml'}"]
     (tmp_path / "pyproject.toml").write_text("[tool.other]\ncluster = 3\n")
-    assert with_config(["plan", TARGET], COMMANDS, tmp_path) == ["plan", TARGET]
+    assert with_config(["plan", TARGET], COMMANDS, tmp_path).words == ("plan", TARGET)
     for plain in (["--version"], ["doctor"], ["plan", TARGET, "--config"]):
-        assert with_config(plain, COMMANDS, tmp_path) == plain
+        assert with_config(plain, COMMANDS, tmp_path).words == tuple(plain)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,8 @@ def test_the_project_has_a_table_and_a_named_file_takes_its_place(tmp_path: Path
         ("cluster = [[[1]]]", r"cluster has \[\[1\]\]: give a number"),
         ("cluster = []", r"cluster = \[\]: it takes one value"),
         ("memory = { a = 1 }", 'memory has {"a": 1}: give a number'),
+        ('objective = "speed"', "objective = 'speed': use one of time, bytes"),
+        ('donate = ["x"]', "donate = 'x': invalid literal"),
         ("help = true", "help is no option of any command"),
         ("cluster = ", "run.toml: is not TOML"),
     ],
@@ -118,6 +120,58 @@ def test_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["axes"] == {"gpu": 2}
     assert not any("layer_2" in path for path in found["in_specs"])
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "own"),
+    [
+        ('cluster = "4"\nmemory = "1GiB"\ndonate = [0]', "verify TARGET --plan plan.json", []),
+        ('cluster = "4"\nset = { layers = 2 }', "simulate TARGET --plan=plan.json", ["--set=layers=2"]),
+        ('memory = "1GiB"\n[verify]\nplan = "plan.json"', "verify TARGET", ["--plan=plan.json"]),
+        ('cluster = "4"\nmemory = "1GiB"', "sweep TARGET --vary cluster=2,4", ["--memory=1GiB"]),
+        (
+            'one-choice = "none"\nset = { batch = 8, width = 4 }',
+            "sweep TARGET --vary one-choice=layers --vary batch=1,2",
+            ["--set=width=4"],
+        ),
+        (
+            'cluster = "8"\nremat = "auto"\naxes = { data = 8 }\nplacement = "auto"',
+            "score TARGET --specs s.json",
+            ["--cluster=8"],
+        ),
+        ('[score]\nrules = "rules.json"', "score TARGET --specs s.json", []),
+        ("[score]\naxes = { data = 8 }", "score TARGET", ["--axes=data=8"]),
+        ("axes = { data = 8 }", "plan TARGET --axes data=4,tensor=2", []),
+        ('axes = "data=8,tensor=2"', "plan TARGET --axes data=4", ["--axes=tensor=2"]),
+        ("axes = { data = 8 }", "plan TARGET --factors gpu=2x4", []),
+        ('factors = { gpu = "2x4", node = 2 }', "plan TARGET --factors=gpu=8", ["--factors=node=2"]),
+        ("set = { layers = 2, width = 4 }", "plan TARGET --set layers=3", ["--set=width=4"]),
+        ("pin = { 'a/*' = 'gpu', b = 'gpu' }", "plan TARGET --pin a/*=None", ["--pin=b=gpu"]),
+        ("donate = [0]", "plan TARGET --donate 1", ["--donate=0"]),
+        ('placement = "auto"', "compare TARGET", []),
+        ("set = { layers = 2 }", "export plan.json -o rules.yml", []),
+        ("set = { layers = 2 }", "export -o step.stablehlo plan.json TARGET", ["--set=layers=2"]),
+    ],
+)
+def test_what_the_command_line_replaces_and_what_a_command_refuses_is_left_out(
+    tmp_path: Path, text: str, given: str, own: list[str]
+) -> None:
+    command, *others = given.split()
+    found = words(
+        tmp_path, f"[tool.shardplan]\n{text}".replace("\n[", "\n[tool.shardplan."), *given.split(), name="pyproject.toml"
+    )
+    assert found == [command, *own, *others]
+
+
+def test_an_error_that_names_an_option_names_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.shardplan]\ncluster = "4"\naxes = { data = 3 }\nmemory = "1GiB"\n')
+    assert main(["plan", TARGET]) == 2
+    assert capsys.readouterr().err.endswith("/pyproject.toml sets cluster, axes)\n")
+    assert main(["plan", TARGET, "--cluster=nothing"]) == 2
+    assert "pyproject.toml" not in capsys.readouterr().err
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

@@ -286,3 +286,8 @@ def test_an_existing_file_is_replaced_as_a_whole(planned: shardplan.Plan) -> Non
     planned.export("rules.yml")
     assert Path("rules.yml").read_text().startswith("# Rules for the 8 argument arrays")
     assert sorted(p.name for p in Path().glob("*rules*")) == ["rules.yml"]
+
+
+def test_an_option_of_a_factory_without_a_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "plan.json", "--set", "layers=2", "-o", str(tmp_path / "rules.yml")]) == 2
+    assert "--set layers=2 is an option of a TARGET, and none is given" in capsys.readouterr().err

@@ -44,10 +44,10 @@ class TraceError(ShardplanError):
 class ArgumentError(ShardplanError):
     """An argument of another shape or dtype than was planned. ``path`` names it; ``planned`` and ``found`` are types."""
 
-    def __init__(self, path: str, planned: str, found: str) -> None:
-        super().__init__(
-            f"{path} is {found}, but the plan was made for {planned}: plan for these arguments, or pass that shape and dtype"
-        )
+    def __init__(
+        self, path: str, planned: str, found: str, *, remedy: str = "plan for these arguments, or pass that shape and dtype"
+    ) -> None:
+        super().__init__(f"{path} is {found}, but the plan was made for {planned}: {remedy}")
         self.path = path
         self.planned = planned
         self.found = found

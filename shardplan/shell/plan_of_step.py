@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -203,12 +204,18 @@ class Plan(PlannedStep, Figures):
         path, planned = self.traced.program.input_paths[leaf], self.traced.in_shapes[leaf]
         local = np.asarray(part)
         local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
+        sharding, wanted = NamedSharding(mesh, self.flat_in_specs[leaf]), shape_text(planned)
+        if _whole_here(sharding, planned.shape) and local.shape != planned.shape:
+            remedy = (
+                "the plan keeps this argument whole in each process: give all of it, or pin it (pins=) so that processes share it"
+            )
+            raise ArgumentError(path, wanted, f"given as {shape_text(local)}", remedy=remedy)
         try:
-            array = jax.make_array_from_process_local_data(NamedSharding(mesh, self.flat_in_specs[leaf]), local)
+            array = jax.make_array_from_process_local_data(sharding, local)
         except ValueError as error:
-            raise ArgumentError(path, shape_text(planned), f"given in parts of {shape_text(local)}") from error
+            raise ArgumentError(path, wanted, f"given in parts of {shape_text(local)}") from error
         if (array.shape, array.dtype) != (planned.shape, planned.dtype):
-            raise ArgumentError(path, shape_text(planned), shape_text(array))
+            raise ArgumentError(path, wanted, shape_text(array))
         return array
 
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
@@ -465,6 +472,12 @@ class Plan(PlannedStep, Figures):
 
 def _heading(title: str, cluster: str) -> str:
     return f"{title} on {cluster}" if title else f"on {cluster}"
+
+
+def _whole_here(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether the devices of this process together hold all of an array."""
+    blocks = {tuple(map(str, block or ())) for block in sharding.addressable_devices_indices_map(shape).values()}
+    return len(blocks) * math.prod(sharding.shard_shape(shape)) >= math.prod(shape)
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:

@@ -52,7 +52,10 @@ def test_arguments_that_were_not_planned_are_refused_by_name(plan: shardplan.Pla
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        ({"x": np.ones((100, 64), np.float32)}, r"batch/x is.*float32\[100, 64\]"),
+        (
+            {"x": np.ones((100, 64), np.float32)},
+            r"batch/x is.*float32\[100, 64\].*whole in each process: give all of it, or pin it",
+        ),
         ({"x": np.ones((256, 64), np.float32)}, r"batch/x is.*float32\[256, 64\]"),
         ({"x": np.ones((128, 64), np.int32)}, r"batch/x is int32"),
         ({"y": np.ones((128, 64), np.float32)}, "batch/y stands in place of batch/x"),

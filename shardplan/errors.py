@@ -37,6 +37,14 @@ class UnequalDevicesError(ClusterError):
         self.singles = tuple(singles)
 
 
+class GroupsError(ShardplanError, AttributeError):
+    """What only a plan on all devices has, asked of one on groups of devices. ``attribute`` is its name."""
+
+    def __init__(self, attribute: str, remedy: str) -> None:
+        super().__init__(f"a plan with groups of devices has no {attribute}: {remedy}")
+        self.attribute = attribute
+
+
 class TraceError(ShardplanError):
     """A step that cannot be traced, or arguments that do not fit it."""
 

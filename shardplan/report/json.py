@@ -26,6 +26,10 @@ _DERIVED = (
 """The properties of `PlanData` that stand beside its fields."""
 
 
+PLAN_KEYS = (*(f.name for f in fields(PlanData) if f.name not in _LONG), *_DERIVED, "in_specs", "collectives", "xla_flags")
+"""The keys of `plan_json`."""
+
+
 def plan_json(plan: PlanData) -> dict[str, Any]:
     """A completed plan as one JSON object: its fields, its collectives by kind and axes, and the baselines.
 

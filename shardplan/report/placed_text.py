@@ -12,6 +12,7 @@ from shardplan.plans.data import PlanData, TriedPlacement
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import Task, TaskGraph
+from shardplan.report.json import PLAN_KEYS
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import seconds, size, table
 
@@ -62,8 +63,15 @@ def placed_text(plan: PlacedFigures) -> str:
     return "\n".join(lines)
 
 
+_ASKED = (
+    *("memory_limit", "memory_limit_origin", "objective", "one_choice", "donate_argnums", "replicate", "time_budget_s"),
+    *("time_model", "constants"),
+)
+"""What was asked for: the same in each group."""
+
+
 def placed_json(plan: PlacedFigures) -> dict[str, Any]:
-    """The figures as JSON values. Seconds are of one step, bytes of one device."""
+    """The figures as JSON values. Seconds are of one step, bytes of one device. None: only a plan on all devices has it."""
     graph, dispatch = plan.placed.graph, plan.placed.dispatch
     groups = [
         {
@@ -86,8 +94,13 @@ def placed_json(plan: PlacedFigures) -> dict[str, Any]:
         }
         for i in dispatch.issues
     ]
+    asked = {name: getattr(plan.groups[0], name) for name in _ASKED}
     return {
+        **dict.fromkeys(PLAN_KEYS),
+        **asked,
         **plan.figures,
+        "cluster": plan.cluster,
+        "backend": "regions",
         "microbatches": plan.microbatches,
         "placements_tried": [asdict(row) for row in plan.tried],
         "groups": groups,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,14 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardplan.collectives.issued import PlannedCollective, Send, StepCost
 from shardplan.emit.regions import RegionsEmitter, sharding_of
 from shardplan.emit.stacked import partition_spec
-from shardplan.errors import ShardplanError
+from shardplan.errors import GroupsError, ShardplanError
 from shardplan.frontend.keywords import with_arguments_of
 from shardplan.frontend.nnx_state import bare
 from shardplan.frontend.trace import Traced
-from shardplan.ir import Backend
+from shardplan.ir import Backend, Microbatches
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
-from shardplan.plans.data import PlanData, TriedPlacement
+from shardplan.plans.data import PlanData, TimeModel, TriedPlacement
 from shardplan.plans.files import plan_file, save
 from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.placed_data import AutoPlacement, PlacedData
@@ -38,6 +38,8 @@ from shardplan.schedule import sends
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
+from shardplan.shell.plan_figures import Figures
+from shardplan.shell.plan_of_step import Plan
 from shardplan.shell.planned_step import PlannedStep
 
 ONE_PROGRAM = (
@@ -48,6 +50,10 @@ NO_PAGE = (
     "a plan with groups of devices has no HTML page: use plan.explain(), plan.draw(file) or plan.simulate() (shardplan plan "
     "--draw, shardplan simulate), or plan with placement='one'"
 )
+
+
+_OF_A_SEARCH = frozenset({"baselines", "lower_bound_s", "gap", "bound_s", "left_out"})
+"""Figures that only a search over all devices finds."""
 
 
 class PlacedPlan(PlannedStep):
@@ -68,6 +74,18 @@ class PlacedPlan(PlannedStep):
     ) -> None:
         self._data, self.placed, self._sessions = data, placed, tuple(sessions)
         self.traced, self.step = traced, step
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuses what only a plan on all devices has.
+
+        Raises:
+            GroupsError: for a public attribute of `Plan`; it is an AttributeError too.
+        """
+        if name.startswith("_") or not hasattr(Plan, name):
+            raise AttributeError(f"'PlacedPlan' object has no attribute {name!r}", name=name, obj=self)
+        own = name in Figures.__dict__ and name not in _OF_A_SEARCH
+        groups = f"ask each group (plan.groups[0].{name}), or " if own else ""
+        raise GroupsError(name, f"{groups}plan with placement='one'")
 
     def __repr__(self) -> str:
         count, seconds = len(self.groups), self.step_time_s
@@ -99,6 +117,31 @@ class PlacedPlan(PlannedStep):
     def donate_argnums(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The arguments whose buffers the step may reuse."""
         return self.groups[0].donate_argnums
+
+    @property
+    def objective(self) -> Literal["time", "bytes"]:
+        """What the plan of each group has the least of."""
+        return self.groups[0].objective
+
+    @property
+    def time_model(self) -> TimeModel:
+        """How the seconds of each program add up."""
+        return self.groups[0].time_model
+
+    @property
+    def microbatches(self) -> Microbatches:
+        """The parts of the batch that run one after the other."""
+        return self.groups[0].microbatches
+
+    @property
+    def trace_s(self) -> float:
+        """Measured seconds of tracing."""
+        return self._data.trace_s
+
+    @property
+    def search_s(self) -> float:
+        """Measured seconds of planning all groups."""
+        return self._data.search_s
 
     @property
     def placements_tried(self) -> tuple[TriedPlacement, ...]:
@@ -203,7 +246,7 @@ class PlacedPlan(PlannedStep):
         names = ("step_time_s", "compute_s", "communication_s", "communication_bytes", "transfer_bytes", "idle_share")
         figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "stopped")}
         figures |= {"trace_s": self._data.trace_s, "search_s": self._data.search_s}
-        parts = self.groups[0].microbatches.count
+        parts = self.microbatches.count
         paths, tried = self.traced.program.input_paths, self.placements_tried
         return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
 
@@ -287,6 +330,13 @@ class PlacedPlan(PlannedStep):
         specs = tuple(self.specs_by_path.values())
         return bare(jax.tree.unflatten(self.traced.in_tree, specs), specs)
 
+    @property
+    def out_specs(self) -> Any:
+        """A pytree of PartitionSpec like the step's result, over the mesh axes of the group that makes each leaf."""
+        made = self.placed.graph.results
+        specs = [PartitionSpec() if at is None else self._spec(at[0], at[1][0]) for at in made]
+        return bare(jax.tree.unflatten(self.traced.out_tree, specs), tuple(self.specs_by_path.values()))
+
     def _spec(self, group: int, tensor: int) -> PartitionSpec:
         own = self.placed.graph.groups[group]
         return partition_spec(own.layouts.get(tensor), own.names)
@@ -314,6 +364,13 @@ class PlacedPlan(PlannedStep):
         """A pytree of NamedSharding like the arguments, each on the devices of one group; ``mesh`` as `mesh` returns it."""
         leaves = self._shardings(mesh.devices.flatten().tolist())
         return bare(jax.tree.unflatten(self.traced.in_tree, leaves), leaves)
+
+    def out_shardings(self, mesh: Mesh) -> Any:
+        """A pytree of NamedSharding like the result, each on the devices of one group; None for a constant of the step."""
+        devices = mesh.devices.flatten().tolist()
+        sharding = sharding_of(self.placed, self.meshes(devices))
+        leaves = [None if at is None else sharding(at[0], at[1][0]) for at in self.placed.graph.results]
+        return bare(jax.tree.unflatten(self.traced.out_tree, leaves), self._shardings(devices))
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[NamedSharding]:
         sharding = sharding_of(self.placed, self.meshes(devices))

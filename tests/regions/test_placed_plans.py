@@ -171,3 +171,27 @@ def test_a_step_that_names_mesh_axes_is_not_placed() -> None:
 
     with pytest.raises(shardplan.PlacementError, match="names mesh axes"):
         shardplan.plan(step, jnp.ones(8), cluster="4", placement=Halves())
+
+
+def test_what_only_a_plan_on_all_devices_has_is_refused_by_name() -> None:
+    step, args = small()
+    plan = shardplan.plan(step, *args, cluster="4", placement=Halves())
+    for name in ("axes", "matrix", "baselines", "lower_bound_s", "serial_s", "put_local", "export"):
+        with pytest.raises(shardplan.GroupsError, match=f"has no {name}: .*plan with placement='one'"):
+            getattr(plan, name)
+    assert not hasattr(plan, "gap")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        getattr(plan, "nonsense")  # noqa: B009
+    assert plan.trace_s + plan.search_s > 0
+    assert (plan.time_model, plan.objective, plan.microbatches.count) == ("overlap", "time", 1)
+
+
+def test_results_have_the_planned_shardings() -> None:
+    step, args = small()
+    plan = shardplan.plan(step, *args, cluster="4", placement=Halves())
+    results = jax.tree.leaves(plan.jit(step, jax.devices()[:4])(*args))
+    wanted = jax.tree.leaves(plan.out_shardings(plan.mesh(jax.devices()[:4])))
+    specs = jax.tree.leaves(plan.out_specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    assert [s.spec for s in wanted] == specs
+    for result, sharding in zip(results, wanted, strict=True):
+        assert result.sharding.is_equivalent_to(sharding, result.ndim)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardplan.report.json import PLAN_KEYS
 from shardplan.shell.cli import main
 
 MLP = ["models.mlp:train_step", "--cluster", "2x4", "--set", "layers=4"]
@@ -39,6 +40,9 @@ def test_its_json_has_every_run_with_its_seconds(run: Callable[..., tuple[int, s
     plan = json.loads(out)
     assert [g["devices"] for g in plan["groups"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert {0, 1, 2, 3} <= {i["microbatch"] for i in plan["issues"]}
+    assert set(PLAN_KEYS) <= set(plan)
+    assert plan["lower_bound_s"] is None
+    assert (plan["cluster"], plan["objective"], plan["donate_argnums"]) == ("2x4", "time", [])
     assert plan["step_time_s"] == max(i["end_s"] for i in plan["issues"])
 
 

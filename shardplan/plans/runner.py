@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
+from shardplan.frontend.argnums import leaves_of
 from shardplan.frontend.keywords import ordered, taking
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
@@ -35,6 +36,11 @@ class Leaves:
         self._size = shardings[0].mesh.size if shardings else 0
         self._seen_avals: list[Any] = [None] * len(paths)  # of the last call
         self._seen_shardings: list[Any] = [None] * len(paths)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of their mesh; 0 without leaves."""
+        return self._size
 
     @property
     def shardings(self) -> list[NamedSharding]:
@@ -65,6 +71,21 @@ class Leaves:
                 self._check_leaf(i, x)
                 if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
                     raise self._deleted_error(i)
+
+    def check_donated(self, leaves: Sequence[Any], donated: Collection[int]) -> None:
+        """Refuses an array that is given twice and donated: XLA refuses it on some devices and waits on the others.
+
+        Raises:
+            ShardplanError: with both paths.
+        """
+        first: dict[int, int] = {}
+        for i, x in enumerate(leaves):
+            j = first.setdefault(id(x), i)
+            if j != i and (i in donated or j in donated) and isinstance(x, jax.Array) and not isinstance(x, Tracer):
+                raise ShardplanError(
+                    f"{self._paths[j]} and {self._paths[i]} are the same array, which is donated: pass a copy of it "
+                    "(jnp.copy) as one of them, or do not donate it (donate_argnums)"
+                )
 
     def check_context(self) -> None:
         """Refuses to run where the user has set a mesh of another size: JAX does so, in words about its own insides.
@@ -174,13 +195,19 @@ class Runner:
         self._flat, self._step, self._traced, self._donated, self._fit = flat, step, traced, donated, leaves
         self._ordered = partial(ordered, step)
         self._results = {traced.in_tree: traced.out_tree}
+        self._donated_leaves = frozenset(leaves_of(traced.in_tree, donated))
+        self.__wrapped__, self.__name__ = step, getattr(step, "__name__", "step")
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__}, planned for {self._fit.devices} devices>"
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the step.
 
         Raises:
             ArgumentError: for an argument of another shape or dtype than was planned.
-            ShardplanError: for arguments of another structure, given by name, or deleted, and where another mesh is set.
+            ShardplanError: for arguments of another structure, given by name, or deleted, for a donated array that is given
+                twice, and where another mesh is set.
         """
         return self._call(self._flat, *args, **named)
 
@@ -204,6 +231,8 @@ class Runner:
 
     def _run(self, flat: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> tuple[Any, Sequence[Any]]:
         results = self._checked(leaves, tree)
+        if self._donated_leaves and len(set(map(id, leaves))) < len(leaves):
+            self._fit.check_donated(leaves, self._donated_leaves)
         placed = self._fit.placed(leaves)
         return results.unflatten(flat(*placed)), placed
 

@@ -411,6 +411,9 @@ def _bind_call(
         *positions(settings.static_argnums, count, "static_argnums"),
         *_positions_of(parameters, settings.static_argnames),
     }
+    if parameters is not None and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        for unknown in sorted({*settings.static_argnames} - {p.name for p in parameters}):
+            raise ShardplanError(f"static_argnames names {unknown!r}, which is no argument of {name}")
     known = {*settings.static_argnames, *(p.name for i, p in enumerate(parameters or ()) if i in static_positions)}
     by_name = {k: named[k] for k in sorted(named) if k not in known}
     named = {k: v for k, v in named.items() if k in known}

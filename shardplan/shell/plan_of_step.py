@@ -240,7 +240,8 @@ class Plan(PlannedStep, Figures):
         follows the plan's PartitionSpecs) or "auto" (the plan's own ``backend``). The program is compiled with the plan's own
         ``xla_flags``; with those of a dict instead, or with none if it is False. A flag that the environment's XLA_FLAGS sets
         keeps its value there. ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``,
-        arguments must be weakly typed (as Python numbers are) exactly where the planned ones were.
+        arguments must be weakly typed (as Python numbers are) exactly where the planned ones were; without, the step computes
+        with the planned types. Values that the step closes over are those of planning.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.

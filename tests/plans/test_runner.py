@@ -77,6 +77,28 @@ def test_a_donated_array_is_not_taken_again(plan: shardplan.Plan, devices: list[
             again()
 
 
+def test_a_donated_array_that_is_given_twice_is_refused(plan: shardplan.Plan, devices: list[Any]) -> None:
+    twice = jnp.ones((8, 8))
+
+    def ema(state: Any, rate: Any) -> Any:
+        return {"ema": state["ema"] * rate, "w": state["w"] - rate}, rate
+
+    planned = shardplan.plan(ema, {"ema": twice, "w": twice}, 0.5, cluster="8", donate_argnums=0)
+    run = planned.jit(ema, devices)
+    with pytest.raises(shardplan.ShardplanError, match=r"state/ema and state/w are the same array, which is donated"):
+        run({"ema": twice, "w": twice}, 0.5)
+    state, _ = run({"ema": twice, "w": jnp.copy(twice)}, 0.5)
+    assert float(state["ema"][0, 0]) == float(state["w"][0, 0]) == 0.5
+    x = jnp.ones((64, 64))
+    same = shardplan.plan(lambda a, b: a + b, x, x, cluster="8")
+    assert float(same.jit(same.step, devices)(x, x)[0, 0]) == 2.0  # nothing is donated
+
+
+def test_a_planned_step_has_the_names_of_a_wrapped_function(plan: shardplan.Plan, devices: list[Any]) -> None:
+    run = plan.jit(step, devices)
+    assert (run.__name__, run.__wrapped__, repr(run)) == ("step", step, "<step, planned for 8 devices>")
+
+
 def test_a_static_part_that_does_the_same_is_taken_and_comes_back(devices: list[Any]) -> None:
     def make(rate: float) -> TrainState:
         return TrainState.create(apply_fn=lambda p, x: x @ p["w"], params={"w": jnp.ones((64, 32))}, tx=optax.sgd(rate))
@@ -205,3 +227,11 @@ def test_static_arguments_may_come_by_position_or_by_name(devices: list[Any]) ->
         assert run.cache_size() == 4, "the same values are the same plan, however they come"
     with pytest.raises(shardplan.ShardplanError, match="with these arguments: got an unexpected keyword argument 'm'"):
         run(jnp.ones(8), m=3)
+
+
+def test_a_misspelt_static_argument_is_refused(devices: list[Any]) -> None:
+    def scaled(x: Any, n: int) -> Any:
+        return x * n
+
+    with pytest.raises(shardplan.ShardplanError, match="static_argnames names 'nn', which is no argument of scaled"):
+        shardplan.parallelize(cluster="8", static_argnames="nn")(scaled)(jnp.ones(8), 3)

@@ -3,9 +3,8 @@
 ``python benchmarks/choices.py [--names NAME ...] [--steps NAME ...] [--json FILE] [--table]``
 
 Every constant whose words say "Choice" is halved and doubled, one at a time, and each step of `STEPS` is planned with it. The
-table has a row for each: the change of predicted step times (the worst and the best of all steps), and the planning time in all,
-over that with the constants as they are. A choice that changes no plan either way decides nothing here; one that makes plans
-faster either way was chosen badly. Planning times are of one run, in one process, and noisy.
+table has a row for each that changes a predicted step time: the slowest and the fastest of all steps. A choice that changes no
+plan decides nothing on these steps.
 
 Results are kept in ``--json`` (`choices.json`) as soon as they are there; ``--table`` prints what is kept and plans nothing.
 """
@@ -19,7 +18,6 @@ import inspect
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,8 @@ sys.path.insert(0, str(ROOT))
 from shardplan.constants import CONSTANTS, Constants  # noqa: E402
 
 KEPT = ROOT / "benchmarks" / "choices.json"
+SAME = 1e-4
+"""A smaller change of a step time is none."""
 _LAYER = {"layers": 2, "width": 256, "sequence": 64, "heads": 4, "vocabulary": 512}
 STEPS: Mapping[str, tuple[str, str, Mapping[str, Any], float]] = {
     "GPT, 2x4": ("gpt", "2x4", {**_LAYER, "batch": 256}, 1.0),
@@ -61,23 +61,20 @@ def other(value: float, factor: float) -> float:
     return value * factor
 
 
-def planned(names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """(predicted step seconds, planning seconds) of each step; infinite where nothing fits."""
+def planned(names: Sequence[str]) -> dict[str, float]:
+    """The predicted seconds of each step; infinite where nothing fits."""
     import shardplan
     from shardplan.errors import MemoryLimitError
 
-    result: dict[str, tuple[float, float]] = {}
+    result: dict[str, float] = {}
     for name in names:
         model, cluster, options, part = STEPS[name]
         step, args = importlib.import_module(f"models.{model}").train_step(**options)
         limit = "1000TiB" if part == 1.0 else round(part * _peak(name))
-        began = time.perf_counter()
         try:
-            plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=limit)
-            seconds = plan.step_time_s
+            result[name] = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, memory_limit=limit).step_time_s
         except MemoryLimitError:
-            seconds = math.inf
-        result[name] = seconds, time.perf_counter() - began
+            result[name] = math.inf
     return result
 
 
@@ -96,26 +93,19 @@ def _peak(name: str) -> int:
 
 
 def table(kept: Mapping[str, Any]) -> list[str]:
-    """A row for each choice."""
-    lines = [
-        "| constant | value | halved: slowest | fastest | planning | doubled: slowest | fastest | planning |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    base = kept["as they are"]
+    """A row for each choice that changes a step time; the names of the others."""
+    base, silent = kept["as they are"], list[str]()
+    lines = ["| constant | value | halved: slowest | fastest | doubled: slowest | fastest |", "|---|---:|---:|---:|---:|---:|"]
     for name, row in sorted(kept.items()):
         if name == "as they are":
             continue
-        cells: list[str] = []
-        for which in ("halved", "doubled"):
-            ratios = [row[which][step][0] / base[step][0] - 1 for step in base if step in row[which]]
-            spent = sum(row[which][step][1] for step in row[which]) / sum(base[step][1] for step in row[which])
-            cells += [
-                f"{max(*ratios, 0.0):+.2%}" if max(ratios) > 1e-4 else "",
-                f"{min(ratios):+.2%}" if min(ratios) < -1e-4 else "",
-            ]
-            cells.append(f"{spent:.2f}")
+        ratios = {which: [row[which][step] / base[step] - 1 for step in base] for which in ("halved", "doubled")}
+        if max(abs(r) for both in ratios.values() for r in both) < SAME:
+            silent.append(name)
+            continue
+        cells = [f"{max(0.0, *both):+.2%} | {min(0.0, *both):+.2%}" for both in ratios.values()]
         lines.append(f"| {name} | {row['value']:g} | {' | '.join(cells)} |")
-    return lines
+    return [*lines, "", f"Steps: {', '.join(base)}. No plan changes by over {SAME:.2%} with: {', '.join(silent)}."]
 
 
 def main() -> int:
@@ -127,8 +117,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="prints what is kept, and plans nothing")
     given = parser.parse_args()
     kept: dict[str, Any] = json.loads(given.json.read_text()) if given.json.exists() else {}
-    for name in () if given.table else ["as they are", "as they are", *given.names]:
-        if name == "as they are":  # twice: the first run also imports
+    for name in () if given.table else ["as they are", *given.names]:
+        if name == "as they are":
             kept[name] = planned(given.steps)
         else:
             value = getattr(CONSTANTS, name)

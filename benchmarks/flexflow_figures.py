@@ -12,8 +12,8 @@ from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.group_reductions import members_of
 from shardplan.placement.operators import Edge
 from shardplan.placement.placement_problem import PlacementProblem
-from shardplan.placement.regions import shared_bytes
 from shardplan.placement.restrictions import layers_of
+from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
 from shardplan.report.placement_text import cut_text

@@ -22,7 +22,7 @@ from shardplan.errors import PlacementMemoryError
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.operators import Edge, Labels, OperatorGraph, Weight
 from shardplan.placement.placement_problem import PlacementProblem
-from shardplan.placement.regions import shared_bytes
+from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import holders
 from shardplan.placement.tensor_transfers import forward_transfers
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.device_topology import Machine
 from shardplan.placement.operators import Edge
-from shardplan.placement.regions import copies_of, shared_bytes
+from shardplan.placement.shared_regions import copies_of, shared_bytes
 
 Ints = NDArray[np.int64]
 

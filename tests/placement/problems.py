@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
-from shardplan.mesh import Cluster
+from shardplan.mesh import Cluster, SingleDevice, SingleLink
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.operators import OperatorGraph
@@ -25,6 +26,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+UNEQUAL = replace(
+    Cluster.load("2x3"),
+    single_devices=(SingleDevice(1, speed=0.5), SingleDevice(2, absent=True), SingleDevice(4, speed=0.7)),
+    single_links=(SingleLink((0, 4), 2e9, 3e-6),),
+)
+"""A machine with slow devices, one that is absent, and a link of its own."""
+
+
 @cache
 def operators(model: str, **options: Any) -> OperatorGraph:
     """The graph of operators of a model with the options of `MODELS` and these."""
@@ -35,5 +44,5 @@ def operators(model: str, **options: Any) -> OperatorGraph:
 
 @cache
 def problem(model: str, cluster: str) -> PlacementProblem:
-    """The problem of placing a model on a cluster."""
-    return problem_of(operators(model), machine_of(Cluster.load(cluster)))
+    """The problem of placing a model on a cluster, or on the "unequal" one."""
+    return problem_of(operators(model), machine_of(UNEQUAL if cluster == "unequal" else Cluster.load(cluster)))

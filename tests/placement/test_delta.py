@@ -21,6 +21,7 @@ from shardplan.simulate.engine import Stream, TaskGraph, simulate
 from tests.placement.problems import problem
 
 CASES = [("mlp", "flexflow-k80:1"), ("gpt", "flexflow-p100:1"), ("rnn", "2x2"), ("rnn", "flexflow-k80:2"), ("mlp", "2x4")]
+UNEQUAL = [("mlp", "unequal"), ("rnn", "unequal")]
 
 
 def _check_equal(simulation: Simulation, whole: Simulation) -> None:
@@ -33,17 +34,29 @@ def _check_equal(simulation: Simulation, whole: Simulation) -> None:
 def _change_at_random(
     given_: PlacementProblem, simulation: Simulation, draw: np.random.Generator, *, bounded: bool = False
 ) -> int | None:
-    operators, shape = given_.graph.operators, given_.machine.cluster.shape
+    operators, machine = given_.graph.operators, given_.machine
     i = int(draw.integers(len(operators)))
-    chosen = random_configuration(operators[i], shape, draw)
+    chosen = random_configuration(operators[i], machine.cluster.shape, draw, machine.absent)
     return simulation.change(i, chosen, int(simulation.ticks * 1.02)) if bounded else simulation.change(i, chosen)
 
 
-@pytest.mark.parametrize(("model", "cluster"), CASES)
+@pytest.mark.parametrize(("model", "cluster"), [*CASES, *UNEQUAL])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_delta_and_full_simulation_give_the_same_timeline(model: str, cluster: str, seed: int) -> None:
-    here = problem(model, cluster)
+    _check_changes(problem(model, cluster), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cluster"), [*CASES, *UNEQUAL, ("gpt", "unequal")])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_thousands_of_changes_give_the_timeline_of_a_full_simulation(model: str, cluster: str, seed: int) -> None:
+    _check_changes(problem(model, cluster), seed)
+
+
+def _check_changes(here: PlacementProblem, seed: int) -> None:
+    """Eight changes, some of them taken back, and a full simulation after each."""
     draw = np.random.default_rng(seed)
     simulation, whole = here.simulation("python"), here.simulation("python")
     simulation.full(random_strategy(here, draw))
@@ -55,7 +68,7 @@ def test_delta_and_full_simulation_give_the_same_timeline(model: str, cluster: s
             _check_equal(simulation, whole)
 
 
-@pytest.mark.parametrize(("model", "cluster"), CASES[1:3])
+@pytest.mark.parametrize(("model", "cluster"), [*CASES[1:3], UNEQUAL[1]])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_change_is_given_up_only_where_it_takes_too_long(model: str, cluster: str, seed: int) -> None:

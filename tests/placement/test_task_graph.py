@@ -15,7 +15,7 @@ from shardplan.placement.configurations import Configuration, degrees_of, groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.group_reductions import GroupPrices, members_of
 from shardplan.placement.operators import Edge, Weight
-from shardplan.placement.regions import shared_bytes
+from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.tensor_transfers import backward_transfers, forward_transfers
 from tests.placement.problems import problem

@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 
 import shardplan  # noqa: E402
 from shardplan.report.tables import seconds, size, table  # noqa: E402
-from shardplan.simulate.delta import simulate_again  # noqa: E402
 from shardplan.simulate.engine import Contention, Engine, Stream, TaskGraph, compiled, simulate  # noqa: E402
 
 _GPT = {"layers": 4, "width": 1024, "sequence": 512, "heads": 16, "vocabulary": 4096, "batch": 64}
@@ -77,26 +76,12 @@ def speed(tasks: int, repeats: int) -> list[dict[str, Any]]:
             simulate(graph, Contention(), engine)
             took.append(time.process_time() - begin)
         rows.append(_speed_row(engine, count, took))
-        rows.append(_speed_row(f"{engine}, one duration changed", count, _again(graph, engine, 4 * repeats)))
     return rows
 
 
 def _speed_row(name: str, count: int, took: list[float]) -> dict[str, Any]:
     median = statistics.median(took)
     return {"engine": name, "tasks": count, "seconds": median, "tasks_per_s": count / median}
-
-
-def _again(graph: TaskGraph, engine: Engine, repeats: int) -> list[float]:
-    """Seconds of simulating again after the duration of one task, drawn evenly, is doubled."""
-    before, rng = simulate(graph, Contention(), engine), np.random.default_rng(1)
-    took: list[float] = []
-    for task in rng.integers(0, len(graph), repeats).tolist():
-        changed = graph.seconds.copy()
-        changed[task] *= 2
-        begin = time.process_time()
-        simulate_again(before, changed, Contention(), engine)
-        took.append(time.process_time() - begin)
-    return took
 
 
 def models() -> list[dict[str, Any]]:

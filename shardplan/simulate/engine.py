@@ -144,26 +144,21 @@ def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: E
     Raises:
         ShardplanError: if ``engine`` is "numba" and Numba is not installed.
     """
+    loop, tick_s = _loop(engine, len(graph)), _tick_of(graph, contention)
+    tasks, streams, state = _tasks(graph, tick_s), _streams(graph), _initial_state(graph)
     roots = np.flatnonzero(np.diff(graph.first) == 0)
-    return run_on(graph, initial_state(graph), roots, 0, tick_of(graph, contention), contention, engine)
-
-
-def run_on(graph: TaskGraph, state: State, roots: Ints, now: int, tick_s: float, contention: Contention, engine: Engine) -> Run:
-    """Continues a run from a state at instant ``now`` (in ticks); ``roots`` are the tasks that become ready then."""
-    loop = _loop(engine, len(graph))
-    tasks, streams = _tasks(graph, tick_s), _streams(graph)
     first: Any = roots if loop is not None else roots.tolist()
     if loop is None:
         tasks, streams, state = Tasks(*_lists(tasks)), Streams(*_lists(streams)), State(*_lists(state))
     begin, run = (event_loop.begin, event_loop.run) if loop is None else (loop["begin"], loop["run"])
     begin(tasks, streams, state, first)
-    run(tasks, streams, state, now, contention.compute, contention.communication)
+    run(tasks, streams, state, contention.compute, contention.communication)
     start, end, cause, waits = (np.asarray(x, np.int64) for x in (state.start, state.end, state.cause, state.waits))
     assert not waits.any(), "tasks that wait for each other in a circle never run"
     return Run(graph, start, end, cause, tick_s)
 
 
-def tick_of(graph: TaskGraph, contention: Contention) -> float:
+def _tick_of(graph: TaskGraph, contention: Contention) -> float:
     """The seconds of a tick, so that all tasks one after the other last fewer than `_MOST_TICKS`."""
     most = float(graph.seconds.sum()) * max(contention.compute, contention.communication)
     tick_s = 1e-15
@@ -184,7 +179,7 @@ def _tasks(graph: TaskGraph, tick_s: float) -> Tasks:
     return Tasks(*(np.ascontiguousarray(x, np.int64) for x in arrays))  # type: ignore[arg-type]
 
 
-def queue_places(graph: TaskGraph) -> Ints:
+def _queue_places(graph: TaskGraph) -> Ints:
     """[streams]: where the part of each stream in the queue begins."""
     counts = np.bincount(graph.stream[graph.stream != NONE], minlength=len(graph.streams))
     return np.cumsum(counts) - counts
@@ -196,12 +191,12 @@ def _streams(graph: TaskGraph) -> Streams:
         [_KINDS[s.kind] for s in graph.streams],
         [s.device for s in graph.streams],
         [s.fifo for s in graph.streams],
-        queue_places(graph),
+        _queue_places(graph),
     )
     return Streams(*(np.asarray(x, np.int64) for x in columns))  # type: ignore[arg-type]
 
 
-def initial_state(graph: TaskGraph) -> State:
+def _initial_state(graph: TaskGraph) -> State:
     """The state before anything runs."""
     n, s = len(graph), len(graph.streams)
     devices = 1 + max((stream.device for stream in graph.streams), default=0)

@@ -62,8 +62,9 @@ class State(NamedTuple):
     stack: MutableSequence[int]
 
 
-def run(tasks: Tasks, streams: Streams, state: State, now: int, compute_factor: float, link_factor: float) -> int:
-    """Runs from time ``now`` until nothing is left to run; the last instant."""
+def run(tasks: Tasks, streams: Streams, state: State, compute_factor: float, link_factor: float) -> int:
+    """Runs until nothing is left to run; the last instant."""
+    now = 0
     while True:
         dispatch(tasks, streams, state, now)
         step = next_event(streams, state, compute_factor, link_factor)

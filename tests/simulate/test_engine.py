@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 
 from shardplan.errors import ShardplanError
 from shardplan.simulate import busy
-from shardplan.simulate.delta import simulate_again
 from shardplan.simulate.engine import NO_CONTENTION, Contention, Run, Stream, TaskGraph, compiled, simulate
 from tests.oracles import simulation
 from tests.oracles.simulation import Line, Task
@@ -156,34 +154,6 @@ def test_memory_is_what_lives_at_each_instant() -> None:
     at, nbytes = busy.memory(run, *held)
     assert np.rint(at / TICK).tolist() == [0, 2, 5, 9]
     assert nbytes.tolist() == [23, 18, 7, 0]
-
-
-@pytest.mark.parametrize("streams", [ONE, TWO, FIFO], ids=["one device", "two devices", "fifo"])
-@settings(max_examples=40)
-@given(st.integers(0, 10**6), st.sampled_from([(1.0, 1.0), (1.3, 1.3), (2.5, 1.1)]), st.sampled_from([4, 10**9]), st.data())
-def test_simulating_again_gives_what_simulating_gives(
-    streams: Sequence[Stream], seed: int, factors: tuple[float, float], works: int, data: st.DataObject
-) -> None:
-    """FlexFlow, section 5.3: the delta simulation equals the full one. Up to three tasks change."""
-    before = graph([replace(t, work=t.work + 1) for t in drawn(seed, streams, works=works)], streams)
-    contention = Contention(*factors)
-    changed = before.seconds.copy()
-    for task in data.draw(st.lists(st.integers(0, len(before) - 1), min_size=1, max_size=3)):
-        changed[task] = data.draw(st.integers(1, works)) * TICK
-    again = simulate_again(simulate(before, contention), changed, contention)
-    full = simulate(replace(before, seconds=changed), contention)
-    for name in ("start", "end", "cause"):
-        assert np.array_equal(getattr(again, name), getattr(full, name)), name
-
-
-def test_a_run_of_days_simulated_again_for_a_short_task_has_the_ticks_of_a_short_run() -> None:
-    """The tick follows the length of the run: kept from the long one, it would round the short one to nothing."""
-    days = graph([Task(3, 0, [], 0), Task(5, 0, [0], 1)], ONE)
-    long, short = days.seconds * 1e18, days.seconds
-    run = simulate(replace(days, seconds=long))
-    again = simulate_again(run, short, Contention())
-    assert again.tick_s < run.tick_s
-    assert again.seconds == pytest.approx(8 * TICK)
 
 
 def test_a_factor_below_one_and_an_unknown_engine_are_refused() -> None:

@@ -38,7 +38,6 @@ from shardplan.search.inference import anytime
 from shardplan.shell.api import checked_observer, plan, warn_of_graph
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.placements import assignment_of
-from shardplan.shell.plan_of_step import Plan
 
 _log = logging.getLogger("shardplan")
 
@@ -224,7 +223,6 @@ def place(
     """
     names, files = _named(start)
     check_limits(budget_s, chains=chains, proposals=proposals, seed=seed)
-    check_names(names, files)
     if method not in ("mcmc", "regions", *SCHEDULERS):
         raise PlacementError(f"the method {method!r} does not exist: use mcmc, regions, fd-dps or heft")
     tell = checked_observer(observer)
@@ -241,8 +239,7 @@ def place(
         names = _without_plan(names, files)
     if "plan" not in names:
         warn_of_graph(graph, resolved.device)  # a plan warns itself
-    made = _planned(step, args, resolved, kwargs, tell) if "plan" in names else None
-    planned = None if made is None else from_plan(problem, made._data.choices, made.factors)
+    planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
     starts = known | starts_of(problem, names, seed, planned)
     limits = Limits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
@@ -257,7 +254,7 @@ def place(
         found.proposals,
         found.simulations_per_s,
         regions,
-        None if made is None else made.step_time_s,
+        priced_s,
         found.starts.get(method),
     )
 
@@ -289,18 +286,19 @@ def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Foun
 
 
 def _planned(
+    problem: PlacementProblem,
     step: Callable[..., Any],
     args: Sequence[Any],
     cluster: Cluster,
     kwargs: Any,
     tell: anytime.Observer,
-) -> Plan:
-    """The plan on all devices, as if they were equal."""
+) -> tuple[Strategy, float]:
+    """The plan on all devices, as if they were equal, as a strategy, and the seconds of its step as the planner prices it."""
     cluster = replace(cluster, single_devices=(), single_links=())
     made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=tell)
     if made.stopped == "interrupted":  # an interrupted plan is no start: the search would go on without the user
         raise KeyboardInterrupt
-    return made
+    return from_plan(problem, made._data.choices, made.factors), made.step_time_s
 
 
 def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
@@ -309,7 +307,9 @@ def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
         raise PlacementError(f"start={start!r} is no start: use some of {', '.join(STARTS)}, or files of strategies")
     given = [start] if isinstance(start, str) else [str(name) for name in start]
     files = [name for name in given if name not in STARTS and (name.endswith(".json") or Path(name).is_file())]
-    return [name for name in given if name not in files], files
+    names = [name for name in given if name not in files]
+    check_names(names, files)
+    return names, files
 
 
 def _without_plan(names: Sequence[str], files: Sequence[str]) -> list[str]:

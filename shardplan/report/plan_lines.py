@@ -1,4 +1,4 @@
-"""A plan in ten lines: what `repr` prints. It says what is known, and starts no search."""
+"""A plan in ten lines, or eleven where devices are idle: what `repr` prints. It says what is known, and starts no search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.parallelism import purposes_text
 from shardplan.report.paths import grouped
-from shardplan.report.plan_text import best_baseline, bound_text, collective_rows, spent_text
+from shardplan.report.plan_text import best_baseline, bound_text, collective_rows, idle_facts, spent_text
 from shardplan.report.tables import seconds, size
 
 _WIDEST = 130
@@ -16,10 +16,11 @@ _WIDEST = 130
 
 
 def plan_lines(plan: PlanData) -> str:
-    """Ten lines on a plan."""
+    """Ten lines on a plan, and one on idle devices."""
     devices = math.prod(level.size for level in plan.cluster.levels)
     rows = [
         ("plan", f"{plan.operators} operators on {plan.cluster.name}, {devices} x {plan.cluster.device.name}"),
+        *idle_facts(plan),
         ("mesh", " x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device"),
         ("parallelism", purposes_text(plan) or "none"),
         ("step time", spent_text(plan)),

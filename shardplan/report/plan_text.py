@@ -14,6 +14,7 @@ from shardplan.remat import Remat
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.tables import rate, seconds, size, table
+from shardplan.search.strategy.unused_axes import REPEATED
 
 _STOPPED = {
     "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
@@ -50,6 +51,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
     mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
     rows = [
         ("step", f"{title}: {plan.operators} operators, {len(plan.arguments)} argument arrays"),
+        *idle_facts(plan),
         ("cluster", f"{cluster.name}: {devices} x {cluster.device.name} ({links})"),
         ("mesh", mesh),
         ("step time", _step_time(plan)),
@@ -65,6 +67,28 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
     rows += [("note", f"{n} of unknown trip count, priced as one iteration: {where}") for n, where in _unknown(plan)]
     rows += [("note", f"{what} whole on every device: {where}") for what, where in _whole(plan)]
     return rows + [("note", text) for text in (*plan.idle_axes.values(), *constants_text(plan))]
+
+
+def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
+    """That devices repeat the work of others, where they do; and, where the baselines are known, the least batch for which data
+    parallelism over all devices would pay.
+
+    With R the seconds of the replicated step, D those of data parallelism and n devices, the compute of D takes C >= R / n, and
+    its communication D - C, whatever the batch. N times the batch saves N (R - C) of compute, so it pays from (D - C) / (R - C)
+    on, which is at least (D - R / n) / (R - R / n) where D > R.
+    """
+    copies = math.prod(plan.axes[name] for name, text in plan.idle_axes.items() if REPEATED in text)
+    if copies == 1:
+        return []
+    said = "half of the devices repeat the other half's work" if copies == 2 else f"{copies} devices each do the same work"
+    said += f" ({', '.join(f'{name}={plan.axes[name]}' for name, text in plan.idle_axes.items() if REPEATED in text)})"
+    devices = math.prod(level.size for level in plan.cluster.levels)
+    seconds_of = {b.name: b.step_time_s for b in plan.baselines or ()}
+    replicated, parallel = seconds_of.get("replicated", 0.0), seconds_of.get("data parallel", 0.0)
+    if 0 < replicated < parallel:
+        times = (parallel - replicated / devices) / (replicated - replicated / devices)
+        said += f"; data parallelism needs at least about {times:.2g} times this batch"
+    return [("idle", said)]
 
 
 def placements_text(tried: Sequence[TriedPlacement]) -> str:
@@ -257,8 +281,20 @@ def baselines_text(plan: PlanData) -> str:
         reasons.setdefault(reason, []).append(name)
     missing = (f"not possible: {', '.join(names)} ({reason})" for reason, names in reasons.items())
     free = ["these keep no pins, and may be faster for that"] if plan.pins else []
+    if any(fits and f"{t / best:.2f}" < "1.00" for _, t, _, _, fits in rows[1:] if 0 < t < best):
+        free.append(f"a ratio below 1: that baseline is predicted to be faster than this plan{_restricted(plan)}")
     free += ["these may leave whole what the objective splits, and send less for that"] if plan.objective == "bytes" else []
     return "\n".join([shown, *missing, *free])
+
+
+def _restricted(plan: PlanData) -> str:
+    """What restricts a plan, but not its baselines."""
+    what = ["pins"] * bool(plan.pins) + ["axes="] * bool(plan.fixed_axes) + ["a search that ended early"] * bool(plan.stopped)
+    return (
+        f", which {' and '.join(what)} restrict{'s' if what in (['axes='], ['a search that ended early']) else ''}"
+        if what
+        else ""
+    )
 
 
 def best_baseline(plan: PlanData) -> Baseline | None:

@@ -239,3 +239,12 @@ def test_a_factoring_that_is_priced_lower_but_not_taken_has_a_reason() -> None:
     assert "the search was stopped" in tried_text(replace(data, tried=(own, lower), stopped="time budget"))
     assert "although" not in tried_text(replace(data, tried=(own, large)))
     assert "although" not in tried_text(replace(data, tried=(own, replace(lower, seconds=3e-3))))
+
+
+def test_a_baseline_that_is_faster_than_a_restricted_plan_is_said() -> None:
+    step, args = small()
+    free = shardplan.plan(step, *args, cluster="8")
+    fixed = shardplan.plan(step, *args, cluster="8", axes={"tensor": 8})
+    said = "a ratio below 1: that baseline is predicted to be faster than this plan"
+    assert said not in plan_text(free.completed())
+    assert f"{said}, which axes= restricts" in plan_text(fixed.completed())

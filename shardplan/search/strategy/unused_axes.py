@@ -8,6 +8,9 @@ from shardplan.ir import Tensor
 from shardplan.search.problem.extract import Decisions
 from shardplan.search.problem.problem import Problem
 
+REPEATED = "its devices all do the same"
+"""What is said of a factor over which devices repeat each other's work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Idle:
@@ -26,8 +29,8 @@ class Idle:
         """The meaning and the remedy."""
         factor = f"{self.name}={self.size}"
         if not self.advice:
-            return f"nothing is cut over {factor}: its devices all do the same, which is faster than any exchange"
-        effect = "only ops on padded copies are cut" if self.works else "its devices all do the same"
+            return f"nothing is cut over {factor}: {REPEATED}, which is faster than any exchange"
+        effect = "only ops on padded copies are cut" if self.works else REPEATED
         return f"no dim of any argument divides by {factor}: each is whole on all its devices, and {effect}; {self.advice}"
 
 

@@ -36,6 +36,23 @@ def test_cuts_that_do_not_pay_are_told_from_dims_that_do_not_divide() -> None:
     assert idle_axes(small)["gpu"].startswith("nothing is cut over gpu=8")
 
 
+def test_devices_that_repeat_work_are_said_first() -> None:
+    def step(up: jax.Array, down: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(lambda up, down: jnp.mean((jax.nn.gelu(x @ up) @ down) ** 2), argnums=(0, 1))(up, down)
+
+    weights = _array(256, 1024), _array(1024, 256)
+    plan = shardplan.plan(step, *weights, _array(2048, 256), cluster="2x4")
+    assert set(plan.idle_axes) == {"node"}
+    assert repr(plan).splitlines()[1] == "idle        half of the devices repeat the other half's work (node=2)"
+    seconds = {b.name: b.step_time_s for b in plan.baselines}
+    whole, parallel = seconds["replicated"], seconds["data parallel"]
+    assert parallel > whole
+    times = f"at least about {(parallel - whole / 8) / (whole - whole / 8):.2g} times this batch"
+    assert times in plan_text(plan.completed()).splitlines()[1]
+    assert times in repr(plan).splitlines()[1]
+    assert "idle" not in repr(shardplan.plan(step, *weights, _array(2**16, 256), cluster="2x4"))
+
+
 def test_an_axis_that_works_is_not_idle() -> None:
     pins = {"x": jax.sharding.PartitionSpec("gpu")}
     assert not idle_axes(shardplan.plan(_step, _array(8, 8), _array(8, 8), cluster="8", pins=pins))

@@ -55,7 +55,7 @@ wheel: $(VENV)/installed
 	$(WHEEL_VENV)/bin/shardplan doctor
 	cd examples/project && ../../$(WHEEL_VENV)/bin/shardplan plan train.py:train_step --cluster 2x4 --html ../../dist/report.html
 	rm -rf dist/project && cp -r examples/project dist/project
-	cd dist/project && ../../$(WHEEL_VENV)/bin/python -m pytest --update-plans && ../../$(WHEEL_VENV)/bin/python -m pytest
+	cd dist/project && ../../$(WHEEL_VENV)/bin/python -m pytest
 
 # The figures in docs/, each printed anew by the command in its marker: all of them, or those that contain a word of ONLY.
 # XLA's compiler for GPUs brings a gigabyte of packages, so this has an environment of its own.

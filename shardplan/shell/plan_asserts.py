@@ -82,7 +82,7 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
     Raises:
         AssertionError: with what changed, or if there is no such file.
         PlanFileError: for a file that is no plan of this release.
-        ShardplanError: for a plan with groups of devices, which has no file.
+        ShardplanError: for a plan with groups of devices, which is not compared with a file.
     """
     __tracebackhide__ = True
     if isinstance(plan, PlacedPlan):

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest
+from shardplan.frontend.argnums import positions
 from shardplan.frontend.given_shardings import GivenShardings, from_rules, from_tree
+from shardplan.frontend.keywords import as_positional
 from shardplan.ir import spec_text
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.devices import device_numbers
@@ -39,6 +41,7 @@ def score(
     rules: Any = (),
     mesh: Mesh | Mapping[str, int] | None = None,
     measure: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Score:
     """Prices the sharding of a step's arguments that the user wrote, beside the plan of the step.
@@ -57,6 +60,7 @@ def score(
             the levels of the cluster.
         measure: Also compile the step with these shardings for devices that are here (simulated ones will do), and count what
             XLA's partitioner sends.
+        kwargs: Arguments that the step takes by name.
         options: Options of `shardplan.plan`, for the plan and the score: memory_limit, donate_argnums, time_budget_s (of the plan
             alone), observer, replicate, one_choice, backend, time_model.
 
@@ -65,7 +69,8 @@ def score(
         ClusterError: for a mesh that does not lie on the cluster's levels.
         MemoryLimitError: if no plan fits.
     """
-    return scored(step, *args, cluster=cluster, in_shardings=in_shardings, rules=rules, mesh=mesh, measure=measure, **options)[0]
+    said = {"in_shardings": in_shardings, "rules": rules, "mesh": mesh, "measure": measure, "kwargs": kwargs}
+    return scored(step, *args, cluster=cluster, **said, **options)[0]
 
 
 def scored(
@@ -76,6 +81,7 @@ def scored(
     rules: Any = (),
     mesh: Mesh | Mapping[str, int] | None = None,
     measure: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Score, Plan]:
     """`score`, and the plan that the user's sharding is priced beside."""
@@ -83,6 +89,8 @@ def scored(
         raise ShardplanError(f"score has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     if in_shardings != () and rules != ():
         raise PinError("in_shardings= and rules= cannot be given together: each says how all arguments lie")
+    options["donate_argnums"] = positions(options.get("donate_argnums", ()), len(args), "donate_argnums")
+    step, args = as_positional(step, args, kwargs)
     given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
     axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
     mine = _priced(step, args, cluster, given, axes, options)

@@ -361,3 +361,14 @@ def test_a_malformed_file_is_one_line_and_exit_two(
     err = capsys.readouterr().err.strip().splitlines()
     assert len(err) == 1
     assert part.replace("PartitionSpec()", str(P())) in err[0]
+
+
+def test_arguments_by_name_are_scored() -> None:
+    def step(w: jax.Array, *, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    w, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    found = shardplan.score(step, w, kwargs={"x": x}, cluster="2x4", rules={"x": P(BOTH)}, donate_argnums=-1)
+    assert found.in_specs["x"] == "P(('node', 'gpu'))"
+    alone = shardplan.score(lambda w, x: step(w, x=x), w, x, cluster="2x4", rules={"x": P(BOTH)}, donate_argnums=0)
+    assert (found.step_time_s, found.peak_bytes) == (alone.step_time_s, alone.peak_bytes)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shardplan.shell.agreement import agree
     from shardplan.shell.api import plan
     from shardplan.shell.loading import load
-    from shardplan.shell.parallel import parallelize
+    from shardplan.shell.parallel import Parallel, parallelize
     from shardplan.shell.place import Placement, place
     from shardplan.shell.placed_plan import PlacedPlan
     from shardplan.shell.plan_of_step import Plan
@@ -78,6 +78,7 @@ __all__ = [
     "JaxVersionError",
     "MemoryLimitError",
     "MicrobatchError",
+    "Parallel",
     "PinError",
     "PlacedPlan",
     "Placement",
@@ -122,6 +123,7 @@ _HOMES = {
     "agree": "shell.agreement",
     "all_reduce": "collectives.lower",
     "load": "shell.loading",
+    "Parallel": "shell.parallel",
     "PlacedPlan": "shell.placed_plan",
     "Placement": "shell.place",
     "parallelize": "shell.parallel",

@@ -124,6 +124,11 @@ def _read(file: Path, *, paths: bool) -> tuple[list[tuple[str, Any]], Mapping[st
 
 
 def _parsed(file: Path) -> Any:
+    if file.suffix in (".yml", ".yaml"):
+        raise ShardplanError(
+            f"{file}: YAML is not read: the rules that export writes have regular expressions, those of --rules globs; give "
+            "--specs the plan as plan --json prints it, or write globs in JSON or TOML"
+        )
     try:
         text = file.read_text(encoding="utf-8")
         return tomllib.loads(text) if file.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)

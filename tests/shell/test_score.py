@@ -372,3 +372,12 @@ def test_arguments_by_name_are_scored() -> None:
     assert found.in_specs["x"] == "P(('node', 'gpu'))"
     alone = shardplan.score(lambda w, x: step(w, x=x), w, x, cluster="2x4", rules={"x": P(BOTH)}, donate_argnums=0)
     assert (found.step_time_s, found.peak_bytes) == (alone.step_time_s, alone.peak_bytes)
+
+
+def test_exported_rules_are_told_from_rules_of_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rules.yml"
+    file.write_text('mesh: {"gpu": 8}\nrules:\n- ["^w$", ["gpu"]]\n')
+    assert main(["score", "models.mlp:train_step", "--cluster", "8", "--rules", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "rules.yml: YAML is not read: the rules that export writes have regular expressions" in said
+    assert said.count("\n") == 1

@@ -8,7 +8,7 @@ not know which dims of its weights a model names ``mlp`` or ``heads``: such weig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData
@@ -32,6 +32,7 @@ def maxtext_file(plan: PlanData) -> str:
     rules = {name: [axis for axis in axes if axis in used] for name, axes in _LOGICAL.items()}
     lines = [
         f"# For MaxText, from a plan on {one_line(plan.cluster.name)}: {_mesh_text(plan)}.",
+        *(f"# {text}." for text in replicas(plan)),
         "# mesh_axes are the axes that the plan uses. MaxText's others have size 1: keep those of your version's base.yml.",
         f"mesh_axes: {flow(used)}",
         *(f"ici_{axis}_parallelism: {sizes[axis][1]}" for axis in AXES),
@@ -39,9 +40,19 @@ def maxtext_file(plan: PlanData) -> str:
         "# The rules that hold for any model; they come before those of base.yml for the same names.",
         "logical_axis_rules:" if any(rules.values()) else "logical_axis_rules: []",
         *(f"- {flow([name, axes])}" for name, axes in rules.items() if axes),
-        *(f"# not said: {text}" for text in _not_said(plan, sizes)),
+        *(f"# not said: {text}" for text in _not_said(plan)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def replicas(plan: PlanData) -> tuple[str, ...]:
+    """The purposes for which MaxText has no axis, in sentences: then the sizes make fewer devices than the cluster has."""
+    return tuple(
+        f"{between * inside} devices do the same work (purpose {purpose}), for which MaxText has no axis: these sizes do not "
+        "make all devices"
+        for purpose, (between, inside) in _sizes(plan).items()
+        if purpose not in AXES and between * inside > 1
+    )
 
 
 def _sizes(plan: PlanData) -> dict[str, tuple[int, int]]:
@@ -63,11 +74,8 @@ def _mesh_text(plan: PlanData) -> str:
     return " x ".join(f"{name}={size}" for name, size in plan.axes.items())
 
 
-def _not_said(plan: PlanData, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+def _not_said(plan: PlanData) -> Iterator[str]:
     """What of the plan the file does not say, in sentences."""
-    for purpose, (between, inside) in sizes.items():
-        if purpose not in AXES and between * inside > 1:
-            yield f"{between * inside} devices do the same work (purpose {purpose}), for which MaxText has no axis"
     for factor, shares in zip(plan.factors, plan.purposes, strict=True):
         if len(shares) > 1:
             parts = ", ".join(f"{purpose} {part:.0%}" for purpose, part in shares)

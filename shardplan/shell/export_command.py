@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from shardplan.errors import ShardplanError
@@ -33,6 +34,7 @@ def add_export_command(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> Report:
     from shardplan.plans.files import read
+    from shardplan.report.maxtext_file import replicas
     from shardplan.shell.exporting import STEP, form_of, write_text
 
     check_outputs({"-o": options.output}, options)
@@ -40,7 +42,10 @@ def _export(options: argparse.Namespace) -> Report:
     if options.set and options.target is None:
         raise ShardplanError(f"--set {options.set[0]} is an option of a TARGET, and none is given: give both, or leave out --set")
     if form != STEP and options.target is None:
-        write_text(read(options.plan), options.output)
+        data = read(options.plan)
+        write_text(data, options.output)
+        if form == "maxtext.yml":
+            sys.stderr.writelines(f"shardplan: {options.output}: {text}\n" for text in replicas(data))
     elif options.target is None:
         raise ShardplanError(f"{options.output} needs the step: shardplan export {options.plan} TARGET -o {options.output}")
     else:

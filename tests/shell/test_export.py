@@ -219,11 +219,15 @@ def test_maxtext_gets_the_sizes_of_its_axes(tmp_path: Path) -> None:
     assert "# not said: which dims of which arrays the plan splits" in text
 
 
-def test_what_maxtext_has_no_axis_for_is_named(tmp_path: Path) -> None:
+def test_what_maxtext_has_no_axis_for_is_named_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step, args = mlp.train_step(batch=64, width=64)
     plan = shardplan.plan(step, *args, cluster="2x4")
     plan.export(tmp_path / "maxtext.yml")
-    assert "8 devices do the same work (purpose replica)" in (tmp_path / "maxtext.yml").read_text()
+    said = "8 devices do the same work (purpose replica)"
+    assert said in (tmp_path / "maxtext.yml").read_text().splitlines()[1]
+    plan.save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "-o", str(tmp_path / "maxtext.yml")]) == 0
+    assert said in capsys.readouterr().err
 
 
 def test_stablehlo_is_the_planned_step(

@@ -318,6 +318,17 @@ def test_a_front_says_what_happens_in_it_and_lists_what_it_hands_on(package: str
     assert not unbound, f"{_ids(front)}: __all__ names {unbound}, which are not there"
 
 
+@pytest.mark.parametrize("package", list(FRONTS))
+def test_a_front_speaks_of_what_is_there(package: str) -> None:
+    """Each lower-case name in backquotes is a module of the package, or a name that it hands on; others start at their root."""
+    front = FRONTS[package]
+    said = re.findall(r"(?<!`)`{1,2}([a-z_][\w.]*)`{1,2}(?!`)", ast.get_docstring(_tree(front)) or "")
+    modules = {name.removeprefix(package).strip(".") for name in FILES if f".{name}".startswith(f".{package}".rstrip("."))}
+    known = modules | {m.rpartition(".")[2] for m in modules} | _public(front) | set(_exported(front) or ())
+    gone = [name for name in said if name not in known and name.split(".")[0] not in ("shardplan", "jax")]
+    assert not gone, f"{_ids(front)} speaks of {gone}, which are not there"
+
+
 def test_no_public_name_is_the_name_of_a_file() -> None:
     """Loading ``shardplan/plan.py`` would put a module in the place of ``shardplan.plan``."""
     names = set(_exported(FRONTS[""]) or ())

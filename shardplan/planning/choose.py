@@ -35,7 +35,7 @@ class Fastest:
 
     def late(self) -> bool:
         """Whether there is no time for more."""
-        self.unfinished |= self._deadline is not None and anytime.now_s() >= self._deadline
+        self.unfinished |= anytime.late(self._deadline)
         return self.unfinished
 
     def among(self, others: Iterable[Session], patience: int = CONSTANTS.patience) -> None:

@@ -16,6 +16,7 @@ from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster
+from shardplan.planning.candidate_problem import candidate_problem
 from shardplan.planning.splits import Alike, Work, alike, factor_choices, merged, splits, work_of
 from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.search.coarsening.coarsen import Coarse
@@ -23,20 +24,12 @@ from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.bound import least_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Tried
-from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.solve import Start, limit_costs, search
 
 
-def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
-    """The best outcome, with its problem, over the factorings of a cluster. It may not fit. ``known`` as in `Known`.
-
-    Stopped by the deadline, it returns the best so far.
-
-    Raises:
-        PinError: if no factoring can hold the pins.
-        ClusterError: if a value has too many layouts over every factoring.
-    """
-    return _Search(graph, coarse, cluster, wanted, {} if known is None else known).best()
+def best_of_factorings(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known) -> Found:
+    """The best outcome over the factorings of a cluster, as a `Generator`."""
+    return _Search(graph, coarse, cluster, wanted, known).best()
 
 
 class _Search:
@@ -137,27 +130,14 @@ class _Search:
     def _try(self, factors: tuple[Factor, ...], parent: Found | None) -> Stopped:
         """Searches a factoring, from the solutions of the one that it refines; what stopped that."""
         self._seen.add(alike(self.cluster, factors))
-        like = self.known.get(factors) or next(iter(self.known.values()), None)
-        objective = self.wanted.objective
-        problem = self.known[factors] = Problem(
-            self.graph, self.coarse, self.cluster, factors, objective=objective, like=like, company=self.wanted.company
-        )
-        if why := too_many_layouts(problem):
-            remedy = (
-                "describe the cluster with fewer levels"
-                if self.wanted.factors is None
-                else "take the levels apart into fewer factors"
-            )
-            self._refused[factors] = ClusterError(f"{why}: {remedy}")
-            self.left_out[factors] = why
-            return ""
         try:
-            problem = for_pins(problem, self.wanted.pins)
-            domains = pinned_domains(problem, self.wanted.pins)
+            problem, domains = candidate_problem(self.graph, self.coarse, self.cluster, factors, self.wanted, self.known)
         except PinError as error:
-            self._refused[factors] = error
-            self.left_out[factors] = str(error)
-            return ""
+            return self._refuse(factors, str(error), error)
+        except ClusterError as error:
+            free = self.wanted.factors is None
+            remedy = "describe the cluster with fewer levels" if free else "take the levels apart into fewer factors"
+            return self._refuse(factors, str(error), ClusterError(f"{error}: {remedy}"))
         done = len(self.found)
         first, last = (0.0, 0.5) if not done else (0.5 + 0.5 * (done - 1) / self.most, min(1.0, 0.5 + 0.5 * done / self.most))
 
@@ -180,6 +160,11 @@ class _Search:
         self.found[factors] = problem, outcome
         self._offer((problem, outcome))
         return outcome.stopped
+
+    def _refuse(self, factors: tuple[Factor, ...], why: str, error: ShardplanError) -> Stopped:
+        """Leaves a factoring out; ``error`` is raised if all are."""
+        self.left_out[factors], self._refused[factors] = why, error
+        return ""
 
     def _offer(self, found: Found) -> None:
         problem, outcome = found
@@ -215,18 +200,6 @@ class _Search:
             return Tried(problem.factors, None, False, None, "no layouts were found in which the step can run")
         bound_s = outcome.bound.unlimited_s or least_s(problem)
         return Tried(problem.factors, seconds, outcome.best.fits(self.wanted.memory), bound_s)
-
-
-def too_many_layouts(problem: Problem) -> str:
-    """Why this problem is not searched: a value has more than ``most_layouts`` layouts. Empty where none has."""
-    count, v = max(((len(domain), v) for v, domain in enumerate(problem.domains)), default=(0, 0))
-    if count <= CONSTANTS.most_layouts:
-        return ""
-    sizes = ", ".join(f"{f.name}={f.size}" for f in problem.factors)
-    return (
-        f"over {len(problem.factors)} factors ({sizes}) a value of shape {list(problem.coarse.variables[v].shape)} has {count} "
-        f"layouts, and at most {CONSTANTS.most_layouts} can be searched"
-    )
 
 
 def refined(problem: Problem, parent: Found) -> list[Start]:

@@ -17,7 +17,7 @@ from shardplan.collectives.step import BUNDLED
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import POOLS, slowdown, weights_at
 from shardplan.ir import Factor
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.wanted import Found, Wanted, cut_short
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -58,12 +58,6 @@ class _Point:
         return self.cost.exposed_s + share * (compute_s + k * hideable_s) + (1 - share) * (hideable_s + k * compute_s)
 
 
-def step_time_s(found: Found) -> float:
-    """The seconds of a step under the best solution of an outcome."""
-    problem, outcome = found
-    return Extractor.of(problem).decide(outcome.best).step_time_s
-
-
 def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:
     """The best outcome of a search whose objective counts overlap. ``search`` finds the best plan at fixed weights.
 
@@ -73,7 +67,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     At the deadline, it returns the best plan so far. What it offers all has the prices of the first company.
     """
     found = _best_overlapped(search, contention, wanted)
-    done = found[1].stopped or _expired(wanted) or not found[1].best.fits(wanted.memory)
+    done = found[1].stopped or anytime.late(wanted.deadline) or not found[1].best.fits(wanted.memory)
     if done or (company := _smaller_company(found)) is None:
         return found
     again = replace(wanted, company=company, observer=_rising(wanted.observer), offer=anytime.ignored)
@@ -165,12 +159,8 @@ def _later(wanted: Wanted, after: int) -> anytime.Observer:
     return tell
 
 
-def _expired(wanted: Wanted) -> bool:
-    return wanted.deadline is not None and anytime.now_s() >= wanted.deadline
-
-
 def _late(wanted: Wanted, points: Sequence[_Point]) -> bool:
-    return _expired(wanted) or any(p.found[1].stopped for p in points)
+    return anytime.late(wanted.deadline) or any(p.found[1].stopped for p in points)
 
 
 def _meeting(low: _Point, high: _Point, k: float) -> float:
@@ -270,10 +260,3 @@ def _priced(found: Found, of: Solution, wanted: Wanted) -> Solution:
     problem = found[0]
     solver = Solver(problem, memory.liveness(problem, wanted.donated))
     return solver.again(of, of.limits)
-
-
-def cut_short(found: Found, by: anytime.Stopped) -> Found:
-    """An outcome that a search which was stopped leaves; nothing more is solved for it."""
-    problem, outcome = found
-    outcome.rivals.close()
-    return problem, replace(outcome, stopped=by, exact=False)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from shardplan.constants import CONSTANTS
 from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, size_text
 from shardplan.ir import Program, spec_text
-from shardplan.planning.candidates import Planned
 from shardplan.planning.choose import Fastest
-from shardplan.planning.recomputation import Searcher
+from shardplan.planning.recomputation import recomputed
 from shardplan.planning.scheduled import Scheduled
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.searcher import Searcher
+from shardplan.planning.wanted import Found, Planned, Wanted
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.inference.garbage import uncollected
@@ -111,7 +111,7 @@ class _Way:
         """Goes on with what was found before an interrupt; whether there is a plan that fits."""
         self._stopped = "interrupted"
         if self._planned is None:
-            if (best := self._searcher.candidates.best(self._wanted.memory)) is None:
+            if (best := self._searcher.fallback.best(self._wanted.memory)) is None:
                 return False
             self._found(best)
         if self._fastest is None:
@@ -140,7 +140,7 @@ def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: b
         wanted, observer=lambda what, part: wanted.observer("scheduling" if what == "done" else what, 0.05 + 0.85 * part)
     )
     searcher = replace(searcher, wanted=rescaled)
-    planned = searcher.auto(program) if recompute else searcher.plain(program)
+    planned = recomputed(searcher, program) if recompute else searcher.plain(program)
     problem, outcome = planned.found
     if not outcome.best.fits(wanted.memory):
         smallest = outcome.smallest or outcome.best

@@ -17,10 +17,9 @@ from shardplan.graph import flatten
 from shardplan.ir import BodyChoices, Choices, Factor, Layout, Program, Use
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import factors
-from shardplan.planning.candidates import Planned
 from shardplan.planning.planner import Made, session_of
 from shardplan.planning.scheduled import scheduled
-from shardplan.planning.wanted import Wanted
+from shardplan.planning.wanted import Planned, Wanted
 from shardplan.plans.data import PlanData
 from shardplan.plans.summary import limits_of, states_of
 from shardplan.search.baselines.rivals import Rivals

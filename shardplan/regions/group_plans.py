@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from shardplan.mesh import Cluster
 from shardplan.mesh.groups import group_cluster
-from shardplan.planning.candidates import Candidates
+from shardplan.planning.fallback import Fallback
 from shardplan.planning.planner import Made, planned
-from shardplan.planning.recomputation import Searcher
+from shardplan.planning.searcher import Searcher
 from shardplan.regions.assignment import Group
 from shardplan.regions.group_programs import Part
 from shardplan.search.inference import anytime
@@ -31,6 +31,6 @@ def group_plans(
         wanted = replace(searcher.wanted, donated=leaves)
         if found and found[-1].stopped == "interrupted":
             wanted = replace(wanted, deadline=anytime.now_s())
-        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted, candidates=Candidates())
+        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted, fallback=Fallback())
         found.append(planned(part.program, here, origin, recompute=False))
     return tuple(found)

@@ -35,7 +35,7 @@ from shardplan.mesh import Device
 from shardplan.mesh.groups import group_cluster
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
 from shardplan.planning.planner import planned
-from shardplan.planning.recomputation import Searcher
+from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime

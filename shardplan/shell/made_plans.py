@@ -11,9 +11,9 @@ from shardplan import _jax
 from shardplan.constants import CONSTANTS
 from shardplan.frontend.trace import Traced
 from shardplan.ir import Microbatches
-from shardplan.planning.multiplier import step_time_s
 from shardplan.planning.planner import Made
-from shardplan.planning.recomputation import Searcher
+from shardplan.planning.searcher import Searcher
+from shardplan.planning.wanted import step_time_s
 from shardplan.plans.data import PlanData
 from shardplan.plans.summary import decided
 from shardplan.shell.memory_default import MemoryLimit

@@ -24,7 +24,7 @@ from shardplan.placement.grouping import operator_graph
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import candidates_of
 from shardplan.placement.starts import from_plan
-from shardplan.planning.candidates import Candidates
+from shardplan.planning.fallback import Fallback
 from shardplan.plans.data import TriedPlacement
 from shardplan.plans.placed_data import AutoPlacement
 from shardplan.report.tables import seconds, size
@@ -247,8 +247,7 @@ class _Search:
 
     def _check(self) -> None:
         """Ends the search where its time is over and there is a plan."""
-        deadline = self._asked.searcher.wanted.deadline
-        if self.best is not None and deadline is not None and anytime.now_s() >= deadline:
+        if self.best is not None and anytime.late(self._asked.searcher.wanted.deadline):
             raise anytime.OutOfTimeError
 
     def _heard(self, what: str, low: float, high: float | None = None) -> Asked:
@@ -260,7 +259,7 @@ class _Search:
             tell(f"{what}: {activity}", low + width * part)
 
         wanted = replace(searcher.wanted, observer=heard)
-        return replace(self._asked, searcher=replace(searcher, wanted=wanted, candidates=Candidates()))
+        return replace(self._asked, searcher=replace(searcher, wanted=wanted, fallback=Fallback()))
 
     def stop(self, why: anytime.Stopped) -> None:
         """Notes what ended the search early."""

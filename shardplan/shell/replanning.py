@@ -17,7 +17,7 @@ from shardplan.ir import Entry, Program
 from shardplan.mesh import Cluster, factors
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.planning.planner import Made, planned
-from shardplan.planning.recomputation import Searcher
+from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
 from shardplan.plans.inherited import inherited, matched, step_time_s
 from shardplan.search.coarsening import coarsen

@@ -2,7 +2,7 @@
 
 `describe` reads a rule into loops and index expressions, `cuts` lists the legal strategies, `linear_sets` lists the operands that
 may be partial sums together, and `shrink` gives the smaller op that one worker runs. The rules of all primitives live in
-``rules``; ``localize`` and ``verify`` run them against JAX.
+``rules``; ``localize`` and ``cut_proof`` run them against JAX.
 """
 
 from shardplan.tdl import rules as _rules

@@ -23,7 +23,7 @@ from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.machine import Interconnect, Kind
-from shardplan.planning import factorings
+from shardplan.planning import candidate_problem
 from shardplan.planning.factorings import best_of_factorings, refined
 from shardplan.planning.splits import alike, levels_of, splits
 from shardplan.planning.wanted import Wanted
@@ -132,7 +132,7 @@ def check_against_every_factoring(recipe: steps.Recipe, cluster: Cluster) -> Non
         solution, seconds = solver.minimum("optimum", problem.domains)
         assert solution.seconds >= least_s(problem) * (1 - 1e-9)
         least = min(least, seconds)
-    problem, outcome = best_of_factorings(whole.graph, whole.coarse, cluster, wanted())
+    problem, outcome = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(), {})
     assert outcome.best.seconds == pytest.approx(least, rel=2e-6, abs=2 * problem.rounding_s)
 
 
@@ -142,7 +142,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
     step, args = factory(name)(**TINY[name])
     cluster = machine("2x8:slow")
     whole = steps.problem(step, *args, on=cluster)
-    found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors(cluster)))
+    found = best_of_factorings(whole.graph, whole.coarse, cluster, wanted(factors(cluster)), {})
     for split in ({"gpu": (2, 4)}, {"gpu": (4, 2)}, {"gpu": (2, 2, 2)}):
         fine = Problem(whole.graph, whole.coarse, cluster, factors(cluster, split), like=found[0])
         solver = Solver(fine, memory.liveness(fine))
@@ -230,7 +230,7 @@ def test_more_layouts_than_can_be_searched_are_refused() -> None:
 
 def test_a_factoring_with_too_many_layouts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = mlp.train_step(**TINY["mlp"])
-    monkeypatch.setattr(factorings, "CONSTANTS", replace(CONSTANTS, most_layouts=10))
+    monkeypatch.setattr(candidate_problem, "CONSTANTS", replace(CONSTANTS, most_layouts=10))
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"))
     assert len(plan.factors) == 2
     said = {len(row["factors"]["gpu"]): row["why"] for row in plan.provenance["factorings"]}

@@ -21,8 +21,8 @@ from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
 from shardplan.planning import multiplier
 from shardplan.planning.factorings import best_of_factorings
-from shardplan.planning.multiplier import best_overlapped, step_time_s
-from shardplan.planning.wanted import Found, Wanted
+from shardplan.planning.multiplier import best_overlapped
+from shardplan.planning.wanted import Found, Wanted, step_time_s
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference import anytime
 from shardplan.search.inference.solver import Solver
@@ -330,7 +330,7 @@ def test_factorings_that_cannot_win_are_left_out_at_other_multipliers() -> None:
     tried = list[tuple[Factor, ...]]()
 
     def searched(wanted: Wanted) -> Found:
-        found = best_of_factorings(graph, coarse, cluster, wanted)
+        found = best_of_factorings(graph, coarse, cluster, wanted, {})
         tried.extend(row.factors for row in found[1].tried if row.seconds is not None)
         return found
 

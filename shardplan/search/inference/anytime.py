@@ -26,6 +26,12 @@ def ignored(_found: object) -> None:
 now_s = time.monotonic
 """The clock that deadlines are read from."""
 
+
+def late(deadline: float | None) -> bool:
+    """Whether a deadline, an instant of `now_s`, has passed; None is never."""
+    return deadline is not None and now_s() >= deadline
+
+
 Stopped = Literal["", "time budget", "interrupted"]
 """What ended a search early; empty where the search finished."""
 
@@ -80,8 +86,7 @@ class Watch:
 
     def check(self) -> None:
         """Raises `OutOfTimeError` if the deadline has passed and there is a solution, even one over the limit."""
-        expired = self.deadline is not None and now_s() >= self.deadline
-        if expired and self._open and self.incumbent.best is not None:
+        if late(self.deadline) and self._open and self.incumbent.best is not None:
             raise OutOfTimeError
 
     def tell(self, what: str, part: float) -> None:

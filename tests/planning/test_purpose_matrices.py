@@ -17,8 +17,8 @@ import shardplan
 from models import gpt, moe
 from shardplan.constants import CONSTANTS
 from shardplan.mesh import Cluster, matrices
-from shardplan.planning import factorings
-from shardplan.planning.matrices import laid
+from shardplan.planning import candidate_problem
+from shardplan.planning.purpose_matrices import laid
 from shardplan.report.parallelism import purposes_text
 from shardplan.search.strategy.purposes import Loops
 from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
@@ -297,12 +297,12 @@ def test_a_deadline_ends_the_search_over_matrices() -> None:
 
 def test_a_matrix_with_too_many_layouts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data 2 and tensor 8 on 2x8: one matrix has three factors, the other two."""
-    monkeypatch.setattr(factorings, "CONSTANTS", replace(CONSTANTS, most_layouts=100))
+    monkeypatch.setattr(candidate_problem, "CONSTANTS", replace(CONSTANTS, most_layouts=100))
     plan, _, _ = planned({"data": 2, "tensor": 8}, "2x8:slow")
     rows = plan.provenance["factorings"]
     assert [row["seconds"] is None for row in rows].count(True) == 1
     assert "at most 100 can be searched" in next(row["why"] for row in rows if row["seconds"] is None)
-    monkeypatch.setattr(factorings, "CONSTANTS", replace(CONSTANTS, most_layouts=5))
+    monkeypatch.setattr(candidate_problem, "CONSTANTS", replace(CONSTANTS, most_layouts=5))
     with pytest.raises(shardplan.ClusterError, match="give fewer axes"):
         planned({"data": 4, "tensor": 4}, "2x8:slow")
 

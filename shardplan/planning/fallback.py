@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from shardplan.ir import Program
-from shardplan.planning.multiplier import cut_short, step_time_s
-from shardplan.planning.wanted import Found
-from shardplan.remat import Remat
+from shardplan.planning.wanted import Planned, cut_short
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """The result of a search, with its program and the parts of the step that the program recomputes."""
-
-    program: Program
-    found: Found
-    remat: Remat
-
-    def rank(self, limit: int) -> tuple[bool, float]:
-        """What fits into ``limit`` bytes comes first, then the shorter step (the smaller where neither fits)."""
-        return self.found[1].best.rank(limit, step_time_s(self.found))
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Fallback:
     """The results that searches have offered."""
 
     _offered: list[Planned] = field(default_factory=list[Planned])

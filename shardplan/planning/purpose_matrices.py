@@ -17,7 +17,7 @@ from shardplan.errors import ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
-from shardplan.planning.factorings import too_many_layouts
+from shardplan.planning.candidate_problem import candidate_problem
 from shardplan.planning.wanted import Found, Known, Wanted
 from shardplan.search.baselines.recipes import Restriction
 from shardplan.search.baselines.rivals import Rivals, solved
@@ -33,7 +33,6 @@ from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.memory_pricing import Descent
-from shardplan.search.strategy.pins import for_pins, pinned_domains
 from shardplan.search.strategy.polish import polish
 from shardplan.search.strategy.purposes import Kind, Loops, Purpose, purposes
 from shardplan.search.strategy.solve import Outcome, limit_costs
@@ -116,16 +115,15 @@ def best_restricted(solver_of: Callable[[Limits], Solver], r: Restriction) -> So
     return polish(solver, r.domains, solution)
 
 
-def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known | None = None) -> Found:
-    """The best outcome over all parallelism matrices of the purposes that are wanted. It may not fit. ``known`` as in `Known`.
+def best_of_matrices(graph: Graph, coarse: Coarse, cluster: Cluster, wanted: Wanted, known: Known) -> Found:
+    """The best outcome over all parallelism matrices of ``wanted.axes``, as a `Generator`.
 
-    Stopped by the deadline, it returns the best so far.
+    A search with axes is never asked ``again``: each multiplier searches every matrix.
 
     Raises:
-        PinError: if no matrix can hold the pins.
-        ClusterError: if the step has nothing to cut for a purpose, or a value too many layouts over every matrix.
+        ClusterError: also if the step has nothing to cut for a purpose.
     """
-    search = _Search(graph, coarse, cluster, wanted, {} if known is None else known)
+    search = _Search(graph, coarse, cluster, wanted, known)
     stopped = search.run()
     return search.best(stopped)
 
@@ -150,7 +148,7 @@ class _Search:
         choices = list(laid(self.cluster, self.axes))
         for n, (over, of) in enumerate(choices):
             self._try(over, of, n / len(choices), 1 / len(choices))
-            if self.wanted.deadline is not None and anytime.now_s() >= self.wanted.deadline and self.found:
+            if anytime.late(self.wanted.deadline) and self.found:
                 return "time budget" if n + 1 < len(choices) else self.found[-1][1].stopped
         return ""
 
@@ -170,17 +168,12 @@ class _Search:
         """Searches one matrix."""
         wanted = self.wanted
         wanted.observer("axes", first)
-        like = self.known.get(over) or next(iter(self.known.values()), None)
-        problem = self.known[over] = Problem(
-            self.graph, self.coarse, self.cluster, over, objective=wanted.objective, like=like, company=wanted.company
-        )
-        if why := too_many_layouts(problem):
-            return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {why}: give fewer axes"))
         try:
-            problem = for_pins(problem, wanted.pins)
-            domains = pinned_domains(problem, wanted.pins)
+            problem, domains = candidate_problem(self.graph, self.coarse, self.cluster, over, wanted, self.known)
         except PinError as error:
             return self._leave_out(over, error)
+        except ClusterError as error:
+            return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {error}: give fewer axes"))
         loops = Loops(problem)
         _check_used(loops, of)
         outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted, lambda part: first + share * part)

@@ -176,12 +176,8 @@ def _update_s(session: Session) -> float:
     """Seconds of the arithmetic on parameters and optimizer state, which runs once for all microbatches."""
     problem, graph = session.problem, session.graph
     state = {graph.inputs[i] for i in graph.feedback if i is not None}
-    total = 0.0
-    for v, inside in problem.interior.items():
-        if state.intersection(problem.coarse.variables[v].tensors):
-            local = float(problem.resharder.space(inside.shape).local[session.solution.states[v]])
-            total += inside.seconds * local + inside.launches_s
-    return total
+    updated = (v for v in problem.interior if state.intersection(problem.coarse.variables[v].tensors))
+    return sum(problem.interior_s(v, session.solution.states) for v in updated)
 
 
 def scheduled_row(row: Row) -> tuple[Scheduled, Session]:

@@ -15,11 +15,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.collectives.step import StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.ir import Collective
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
-Name = tuple[Collective, tuple[int, ...]]
+Name = tuple[StepKind, tuple[int, ...]]
 """A collective's kind and its factors; of a permute, the factors that tell a block's place, in their order before, then after."""
 
 BUFFER = -3
@@ -110,7 +111,7 @@ def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -
     rank, state = len(split) + 1, ((*split, (), buffer), partial)
     held = _part(state, sizes)
     allowed = None if len(sizes) <= CONSTANTS.ordered_factors else _dims_in(orders(levels))
-    best: dict[State, tuple[int, float, Collective, tuple[int, ...]]] = {}
+    best: dict[State, tuple[int, float, StepKind, tuple[int, ...]]] = {}
     for kind, over, target in every_move(state, rank, sizes):
         if allowed is not None and not any(one.issuperset(target[0]) for one in allowed):
             continue
@@ -157,7 +158,7 @@ def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from itertools.combinations(items, n)
 
 
-Move = tuple[Collective, tuple[int, ...], State]
+Move = tuple[StepKind, tuple[int, ...], State]
 """A collective: its kind, the factors that it runs over, and the state that it leads to."""
 
 

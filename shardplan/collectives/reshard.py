@@ -31,7 +31,7 @@ from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
-from shardplan.collectives.step import BUNDLED, Step
+from shardplan.collectives.step import BUNDLED, Step, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost.network import Network
 from shardplan.cost.wire import WireBytes
@@ -164,24 +164,24 @@ class Resharder:
             self._legal[key] = result
         return result
 
-    def seconds(self, kind: Collective, over: tuple[int, ...], nbytes: float) -> float:
+    def seconds(self, kind: StepKind, over: tuple[int, ...], nbytes: float) -> float:
         """One collective's time: the best of its algorithms and programs."""
         return CONSTANTS.slice_s if kind == Collective.SLICE else self._way(kind, over).best(nbytes)[0]
 
-    def seconds_with(self, kind: Collective, over: tuple[int, ...], nbytes: float, program: str) -> float:
+    def seconds_with(self, kind: StepKind, over: tuple[int, ...], nbytes: float, program: str) -> float:
         """One collective's time as this program (empty: the collective itself, by the best of its algorithms)."""
         way = self._way(kind, over)
         own = [n for n, text in enumerate(way.programs) if text == program]
         return float(np.min(way.lines[own, 0] + way.lines[own, 1] * nbytes))
 
-    def full_bytes(self, kind: Collective, over: tuple[int, ...]) -> float:
+    def full_bytes(self, kind: StepKind, over: tuple[int, ...]) -> float:
         """The bytes at which a bundle has gained what it can; infinite where bytes take no time."""
         if (kind, over) not in self._full:
             slope = self.seconds(kind, over, CONSTANTS.wide_bytes) / CONSTANTS.wide_bytes
             self._full[kind, over] = self.seconds(kind, over, 0.0) / slope / CONSTANTS.latency_share if slope > 0 else math.inf
         return self._full[kind, over]
 
-    def bundled_s(self, kind: Collective, over: tuple[int, ...], nbytes: float, times: float) -> float:
+    def bundled_s(self, kind: StepKind, over: tuple[int, ...], nbytes: float, times: float) -> float:
         """The seconds of one collective as its part of a bundle of ``times`` its bytes, or of as many as fill it.
 
         Infinite for one that travels alone.
@@ -191,11 +191,11 @@ class Resharder:
         whole = max(nbytes, min(nbytes * times, self.full_bytes(kind, over)))
         return self.seconds(kind, over, whole) * nbytes / whole
 
-    def program_for(self, kind: Collective, over: tuple[int, ...], nbytes: float) -> str:
+    def program_for(self, kind: StepKind, over: tuple[int, ...], nbytes: float) -> str:
         """The program that is fastest for one collective of these bytes; empty for the collective itself."""
         return self._way(kind, over).best(nbytes)[1]
 
-    def _way(self, kind: Collective, over: tuple[int, ...]) -> Ways:
+    def _way(self, kind: StepKind, over: tuple[int, ...]) -> Ways:
         key = (kind, over)
         if key not in self._ways and (apart := self._apart(kind, over)) != self._every:
             fewer, of = self._fewer(apart)
@@ -204,10 +204,9 @@ class Resharder:
         if key not in self._ways:
             rows = self.network.lines(kind, over)
             steps, programs = [1] * len(rows), [""] * len(rows)
-            if kind in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER) and isinstance(
-                self.network, Network
-            ):
-                found = best_programs(self.network, over, kind)
+            goal = next((goal for goal in BUNDLED if goal == kind), None)
+            if goal is not None and isinstance(self.network, Network):
+                found = best_programs(self.network, over, goal)
                 rows = np.concatenate([rows, np.array([(p.latency_s, p.seconds_per_byte) for p in found])])
                 # one step more, so that an equal path of edges wins
                 steps += [len(p.program.steps) + 1 for p in found]
@@ -261,7 +260,7 @@ class Resharder:
 
     # -- over fewer factors --------------------------------------------------------------------------------------------
 
-    def _apart(self, kind: Collective, over: Sequence[int]) -> int:
+    def _apart(self, kind: StepKind, over: Sequence[int]) -> int:
         """The seams that a collective tells apart, as bits: between a factor of it and one outside, or where order matters."""
         orders = (over[: len(over) // 2], over[len(over) // 2 :]) if kind == Collective.PERMUTE else (over,)
         in_order = kind in (Collective.PERMUTE, Collective.SHIFT)

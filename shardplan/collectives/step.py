@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from shardplan.collectives.states import Goal
 from shardplan.ir import Collective, Layout
 
-BUNDLED = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+StepKind = Literal[
+    Collective.ALL_GATHER,
+    Collective.ALL_REDUCE,
+    Collective.REDUCE_SCATTER,
+    Collective.ALL_TO_ALL,
+    Collective.PERMUTE,
+    Collective.SHIFT,
+    Collective.SLICE,
+]
+"""The collectives of reshardings, and shifts, which are halos'. What matches on them closes with ``assert_never``."""
+
+BUNDLED: tuple[Goal, ...] = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 """The collectives that may travel together, as one flat buffer."""
 
 
@@ -21,7 +34,7 @@ class Step:
     the collective itself runs.
     """
 
-    kind: Collective
+    kind: StepKind
     over: tuple[int, ...]
     nbytes: float
     before: Layout

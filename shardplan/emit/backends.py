@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.specs import SpecsEmitter
 from shardplan.errors import ShardplanError
+from shardplan.ir import Backend
 from shardplan.schedule import PlannedProgram, Schedule
 
-BACKENDS = ("explicit", "specs")
-"""Each device its own program, or constraints that XLA's partitioner follows."""
-
-
-_WORDS = {
+REASONS: Mapping[Backend, str] = {
     "explicit": "each device runs its own program, which sends what is planned",
     "specs": "XLA's partitioner follows the PartitionSpecs; it may send other bytes than planned",
 }
+"""What each backend does."""
+BACKENDS = tuple(REASONS)
 
 
-def chosen(backend: str) -> dict[str, Any]:
-    """The fields of `shardplan.plans.PlanData` about the backend of a plan that was made for this one.
+def chosen(backend: str) -> Backend:
+    """The backend with this name, or the default for "auto".
 
     Raises:
         ShardplanError: for a backend that does not exist.
     """
-    name = "explicit" if checked_backend(backend) == "auto" else backend
-    return {"backend": name, "backend_reason": _WORDS[name]}
+    name = checked_backend(backend)
+    return "explicit" if name == "auto" else name
 
 
-def checked_backend(backend: str) -> str:
+def checked_backend(backend: str) -> Backend | Literal["auto"]:
     """The name of a backend, or "auto", which stands for the one that the plan was made for.
 
     Raises:

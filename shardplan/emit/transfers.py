@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ class Transfers:
         gets.
         """
         ways, change = self.ways(step.over), Change.of(step)
-        dims = [c.longer if step.kind == Collective.REDUCE_SCATTER else c.shorter for c in map(Change.of, steps)]
+        dims = [c.longer if c.gained else c.shorter for c in map(Change.of, steps)]
         match step.kind:
             case Collective.ALL_REDUCE:
                 sent = jnp.concatenate([x.ravel() for x in blocks])
@@ -91,7 +91,7 @@ class Transfers:
                 sent = jnp.concatenate([x.reshape(ways, -1) for x in rows], 1)
                 parts = _columns(self.reduce_scatter(sent, step, change.gained, "sum", 0), [x.size // ways for x in blocks])
                 return [p.reshape(x.shape[1:]) for p, x in zip(parts, rows, strict=True)]
-            case _:
+            case Collective.ALL_GATHER:
                 sent = jnp.concatenate([x.ravel() for x in blocks])[None]
                 parts = _columns(self.gather(sent, step, change.lost, 0), [x.size for x in blocks])
                 apart = [jnp.moveaxis(p.reshape(ways, *x.shape), 0, d) for p, x, d in zip(parts, blocks, dims, strict=True)]
@@ -99,6 +99,10 @@ class Transfers:
                     p.reshape(*x.shape[:d], ways * x.shape[d], *x.shape[d + 1 :])
                     for p, x, d in zip(apart, blocks, dims, strict=True)
                 ]
+            case Collective.ALL_TO_ALL | Collective.PERMUTE | Collective.SHIFT | Collective.SLICE:
+                raise AssertionError(f"{step.kind} travels alone")
+            case _:
+                assert_never(step.kind)
 
     def reblocked(self, x: Any, reblock: Reblock) -> Any:
         """The same value in blocks of another extent of one dim. Blocks keep their order, so each device gets the rows that it
@@ -151,8 +155,10 @@ class Transfers:
                 return self.all_reduce(x, step, move.reducer, extreme)
             case Collective.REDUCE_SCATTER:
                 return self.reduce_scatter(x, step, change.gained, move.reducer, change.longer)
+            case Collective.SHIFT:
+                raise AssertionError("shifts are of halos")
             case _:
-                raise AssertionError(step.kind)
+                assert_never(step.kind)
 
     def sliced(self, x: Any, dim: int, factors: Sequence[int]) -> Any:
         """A device's block along a dim."""
@@ -315,8 +321,10 @@ class _Buffered:
                 self.x = own.all_reduce(self.x, step, self.reducer, None)
             case Collective.PERMUTE:
                 self.x = own.permute(self.x, own.names, own.pairs(step.before.dims, step.after.dims))
+            case Collective.ALL_TO_ALL | Collective.SHIFT:
+                raise AssertionError(f"{step.kind} of a buffer")
             case _:
-                raise AssertionError(step.kind)
+                assert_never(step.kind)
         return None
 
 

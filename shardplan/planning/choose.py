@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from shardplan.collectives.step import BUNDLED
+from shardplan.collectives.step import BUNDLED, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
-from shardplan.ir import Collective
 from shardplan.planning.scheduled import scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.problem.problem import Domain
@@ -97,7 +96,7 @@ def _at_least_s(session: Session) -> float:
     """
     resharder, decisions = session.problem.resharder, session.decisions
     moved = {(i.tensor, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}
-    together: dict[tuple[Collective, tuple[int, ...], float], float] = {}  # bytes by collective and executions
+    together: dict[tuple[StepKind, tuple[int, ...], float], float] = {}  # bytes by collective and executions
     communication_s = 0.0
     for i in moved.values():
         kind, over, nbytes = i.step.kind, i.step.factors, i.step.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from shardplan.collectives.issued import PlannedCollective
 from shardplan.constants import CONSTANTS
@@ -111,12 +112,15 @@ class _Spent:
     def _computed_s(self, solution: Solution, decisions: Decisions) -> Iterator[tuple[str, float]]:
         problem = self.problem
         for summand in problem.summands:
-            if summand.kind == "op":
-                yield str(problem.graph.nodes[summand.at].op.source), decisions.uses[summand.at].compute_s * summand.weight
-            elif summand.kind == "interior":
-                inside = problem.interior[summand.at]
-                local = float(problem.resharder.space(inside.shape).local[solution.states[summand.at]])
-                yield self.inside[summand.at], inside.seconds * local
+            match summand.kind:
+                case "op":
+                    yield str(problem.graph.nodes[summand.at].op.source), decisions.uses[summand.at].compute_s * summand.weight
+                case "interior":
+                    yield self.inside[summand.at], problem.interior_s(summand.at, solution.states)
+                case "link" | "view":  # they are sent, not computed
+                    pass
+                case _:
+                    assert_never(summand.kind)
 
 
 def _sent_s(decisions: Decisions) -> Iterator[tuple[str, float]]:

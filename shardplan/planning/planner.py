@@ -161,7 +161,7 @@ def session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[
         donated=wanted.donated,
         pins=wanted.pins,
         memory_limit=wanted.memory,
-        objective=problem.objective if wanted.objective.unit == "picosecond" else wanted.objective,
+        objective=problem.objective if wanted.objective.counts_time else wanted.objective,
         replicate=replicate,
     )
 

@@ -28,9 +28,9 @@ from shardplan.search.strategy.purposes import Purpose, led_by, purposes
 from shardplan.search.strategy.unused_axes import idle
 
 
-def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = ()) -> dict[str, Any]:
-    """The fields of `PlanData` that follow from the solution of a session. ``axes`` are the purposes that the user has fixed for
-    the factors, if any.
+def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Sequence[Purpose] = ()) -> dict[str, Any]:
+    """The fields of `PlanData` that follow from the solution of a session, which has this least price in the search's tables.
+    ``axes`` are the purposes that the user has fixed for the factors, if any.
 
     Where the explicit backend runs it (``run``), its collectives are those of its schedule, in which equal ones are one and
     blocks are padded; else those that the search priced.
@@ -51,7 +51,7 @@ def decided(session: Session, run: Scheduled | None, axes: Sequence[Purpose] = (
         "choices": session.extractor.choices(decisions),
         "collectives": collectives_of(session, run),
         "step_time_s": decisions.step_time_s if run is None else run.step_time_s,
-        "searched_s": decisions.step_time_s,
+        "searched_s": searched_s,
         "time_model": "overlap" if problem.objective.overlaps else "sum",
         "weights": problem.objective.weights,
         "company": problem.company,

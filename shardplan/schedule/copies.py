@@ -6,6 +6,7 @@ XLA's collectives take the dim that they split or join as the first in memory, a
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 import numpy as np
 
@@ -55,8 +56,12 @@ class Copies:
                 split = self.lies_behind(move, step.before, change.longer)
                 joined = self.lies_behind(move, step.after, change.shorter)
                 return self.copying_s(split + joined, step.nbytes * (split + joined))
+            case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+                return 0.0  # the dim is the first
+            case Collective.ALL_REDUCE | Collective.PERMUTE | Collective.SHIFT | Collective.SLICE:
+                return 0.0  # no dim is split or joined by what is sent
             case _:
-                return 0.0
+                assert_never(step.kind)
 
     def lies_behind(self, move: Move, layout: Layout, dim: int) -> bool:
         """Whether a device's block has several elements in the dims before this one; never for the buffer."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardplan.collectives.reshard import Programs, Resharder
-from shardplan.cost import Network, compute
+from shardplan.cost import Network
 from shardplan.graph import Graph, Node
 from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
 from shardplan.mesh import Cluster
+from shardplan.search.problem.interiors import Inside, moved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,5 @@ def _seconds(graph: Graph, node: Node, use: Use | None, layouts: Sequence[Layout
         return 0.0
     assert isinstance(resharder.network, Network)
     device, shape = resharder.network.cluster.device, graph.tensors[node.outputs[0]].shape
-    ends = zip((*node.inputs, *node.outputs), (*traffic.reads, *traffic.writes), strict=True)
-    nbytes = sum(graph.tensors[t].nbytes * part for t, part in ends if t >= 0)
     local = float(resharder.space(shape).local[resharder.state(shape, layout)])
-    return float(compute.moving_s(device, np.array(nbytes))) * local + traffic.launches * device.launch_s
+    return Inside.of(device, moved_bytes(graph, node), traffic.launches, shape).seconds_at(local)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import assert_never
 
 import numpy as np
 
@@ -230,8 +231,12 @@ class _Reader:
                 yield from _of_program(program, laying, size, self.everywhere(laying), partial(at, width))
             case Collective.REDUCE_SCATTER if move.reducer != "sum":
                 yield at(width, Collective.ALL_TO_ALL, self.groups(step.over), size)
-            case _:
+            case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
                 yield at(width, step.kind, self.groups(step.over), size)
+            case Collective.SHIFT:
+                raise AssertionError("shifts are of halos")
+            case _:
+                assert_never(step.kind)
 
     def all_reduce(self, step: Step, reducer: Reducer, size: int, dtype: str, send: _Sender) -> Iterator[Send]:
         """An all-reduce, or the collectives that stand for it."""

@@ -152,7 +152,7 @@ def plan(
             axis that the step cannot use for its purpose, or for a cluster on which the step takes 1,000 s or more.
     """
     (measure, timed), deadline, shared = checked_options(objective, time_model, time_budget_s, one_choice, remat)
-    observer, runs, began = checked_observer(observer), chosen(backend), time.perf_counter()
+    observer, runner, began = checked_observer(observer), chosen(backend), time.perf_counter()
     donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
@@ -162,18 +162,16 @@ def plan(
     traced, traced_at = _traced(step, args, donated, traced, observer), time.perf_counter()
     replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), pin_entries(pins or {})
     leaves = frozenset(leaves_of(traced.in_tree, donated))
-    wanted = Wanted(
-        limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
-    )
+    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts = checked_microbatches(traced, microbatches, batch_argnums)
-    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, runs, parts, began, traced_at)
+    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, began, traced_at)
     on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto")
     if stages == 1 and placement == "one":
         return on_all_devices(asked)
     refuse_with_groups({"pins": pins, "remat": remat != "none", "objective": objective != "time", "mesh": mesh is not None})
     if stages == 1 and placement == "auto":
-        refuse_with_groups({"backend": runs["backend"] != "explicit", "axes": axes, "factors": factors})
+        refuse_with_groups({"backend": runner != "explicit", "axes": axes, "factors": factors})
         return best_placement(asked, on_all_devices, batch_argnums)
     return on_groups(asked, stages, placement)
 

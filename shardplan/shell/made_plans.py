@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan import _jax
 from shardplan.constants import CONSTANTS
+from shardplan.emit.backends import REASONS
 from shardplan.frontend.trace import Traced
 from shardplan.ir import Microbatches
 from shardplan.planning.planner import Made
@@ -21,7 +22,7 @@ from shardplan.shell.memory_default import MemoryLimit
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is asked for: the traced step, the conditions of the search, and the fields of `PlanData` that say who runs it.
+    """What a plan is asked for: the traced step, and the conditions of the search.
 
     ``began_s`` and ``traced_s`` are instants of `time.perf_counter`.
     """
@@ -32,7 +33,6 @@ class Asked:
     limit: MemoryLimit
     donate_argnums: tuple[int, ...]
     time_budget_s: float | None
-    runs: Mapping[str, Any]
     microbatches: Microbatches
     began_s: float
     traced_s: float
@@ -40,37 +40,32 @@ class Asked:
 
 def plan_data(asked: Asked, made: Made) -> PlanData:
     """Everything that a plan says at first; the bound, the baselines and the explanations come later."""
+    (problem, outcome), wanted = made.planned.found, asked.searcher.wanted
     return PlanData(
-        **(decided(made.session, made.run, made.planned.found[1].purposes) | _search_fields(asked, made) | dict(asked.runs)),
-        operators=asked.traced.program.count_ops(),
+        **decided(made.session, made.run, step_time_s(made.planned.found), outcome.purposes),
+        cluster=problem.cluster,
         argument_names=_jax.argument_names(asked.step, len(asked.traced.in_tree.children())),
-        donate_argnums=asked.donate_argnums,
+        operators=asked.traced.program.count_ops(),
+        memory_limit=wanted.memory,
+        memory_limit_origin=asked.limit.origin,
+        objective=wanted.objective.name,
+        exact=outcome.exact and not made.stopped,
+        unlimited_s=step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
+        stopped=made.stopped,
         microbatches=asked.microbatches,
+        remat=made.planned.remat,
+        one_choice=problem.coarse.one_choice,
+        donate_argnums=asked.donate_argnums,
+        replicate=tuple(asked.searcher.replicate),
+        pins={glob: tuple(entries) for glob, entries in wanted.pins.items()},
         time_budget_s=asked.time_budget_s,
+        unknown_trips=problem.graph.unknown_trips,
+        whole_ops=problem.graph.whole,
+        tried=outcome.tried,
+        fixed_axes=dict(wanted.axes or {}),
         trace_s=asked.traced_s - asked.began_s,
         search_s=time.perf_counter() - asked.traced_s,
+        backend=wanted.backend,
+        backend_reason=REASONS[wanted.backend],
+        constants=CONSTANTS.literals,
     )
-
-
-def _search_fields(asked: Asked, made: Made) -> dict[str, Any]:
-    """The fields of `PlanData` that record the conditions of the search and how it ended."""
-    (problem, outcome), wanted = made.planned.found, asked.searcher.wanted
-    return {
-        "stopped": made.stopped,
-        "exact": outcome.exact and not made.stopped,
-        "one_choice": problem.coarse.one_choice,
-        "replicate": tuple(asked.searcher.replicate),
-        "cluster": problem.cluster,
-        "searched_s": step_time_s(made.planned.found),
-        "memory_limit": wanted.memory,
-        "memory_limit_origin": asked.limit.origin,
-        "objective": wanted.objective.name,
-        "pins": {glob: tuple(entries) for glob, entries in wanted.pins.items()},
-        "unlimited_s": step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
-        "tried": outcome.tried,
-        "fixed_axes": dict(wanted.axes or {}),
-        "remat": made.planned.remat,
-        "unknown_trips": problem.graph.unknown_trips,
-        "whole_ops": problem.graph.whole,
-        "constants": CONSTANTS.literals,
-    }

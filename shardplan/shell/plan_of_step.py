@@ -362,7 +362,7 @@ class Plan(PlannedStep, Figures):
     def at(self, session: Session) -> Plan:
         """The plan of another solution of the same search."""
         run = scheduled(session) if self.backend == "explicit" else None
-        data = replace(self._data, **decided(session, run), exact=False, explanations=None)
+        data = replace(self._data, **decided(session, run, session.decisions.step_time_s), exact=False, explanations=None)
         return Plan(
             data,
             traced=self.traced,

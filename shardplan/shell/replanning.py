@@ -127,7 +127,7 @@ def _replanned(
     (measure, timed), deadline, shared = checked_options(
         objective or data.objective, time_model or data.time_model, time_budget_s, one_choice, remat
     )
-    observer, runs = checked_observer(observer), chosen(backend or data.backend)
+    observer, runner = checked_observer(observer), chosen(backend or data.backend)
     resolved, mesh = resolve_cluster(cluster)
     given = data.memory_limit if memory_limit is None and not data.memory_limit_origin else memory_limit
     limit = read_limit(given, resolved.device, os.environ)
@@ -135,13 +135,9 @@ def _replanned(
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
     entries = _pins(plan, resolved) if pins is None else pin_entries(pins)
     donated = frozenset(plan.donated_leaves)
-    wanted = Wanted(
-        limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runs["backend"]
-    )
+    wanted = Wanted(limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
     searcher = Searcher(data.replicate, shared, resolved, wanted)
-    asked = Asked(
-        plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, runs, data.microbatches, began, began
-    )
+    asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)
     program = microbatched(plan.traced.program, data.microbatches, data.replicate)
     made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto", warm=warm)
     warn_of(made.session)

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.collectives.reshard import Resharder
+from shardplan.collectives.step import BUNDLED, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost import Network
 from shardplan.cost.overlap import SERIAL, Weights, weights_at
-from shardplan.ir import Collective
 from shardplan.schedule.changes import Change
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Instruction, Move, results_of, with_blocks
@@ -44,7 +44,7 @@ class _Key(NamedTuple):
     """What moves that travel together have in common; ``over`` are the factors in the order of the blocks."""
 
     dtype: str
-    kind: Collective
+    kind: StepKind
     over: tuple[int, ...]
     program: str
 
@@ -136,13 +136,11 @@ class _Bundling:
         if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape or len(move.steps) != 1:
             return None  # moves with several steps split the buffer
         step = move.steps[0]
+        if step.kind not in BUNDLED:
+            return None
         change = Change.of(step)
-        over = {
-            Collective.ALL_REDUCE: step.over,
-            Collective.REDUCE_SCATTER: change.gained,
-            Collective.ALL_GATHER: change.lost,
-        }.get(step.kind)
-        return None if over is None else _Key(self.planned.graph.tensors[move.tensor].dtype, step.kind, over, step.program)
+        over = change.gained or change.lost or step.over  # in the order in which they split a dim, if they do
+        return _Key(self.planned.graph.tensors[move.tensor].dtype, step.kind, over, step.program)
 
     def bundle(self, moves: Sequence[Move]) -> Bundle:
         """Moves as one instruction, by the program that is best for all of them together."""

@@ -97,8 +97,7 @@ class _Builder:
             at = summand.at
             match summand.kind:
                 case "interior":
-                    inside, each = problem.interior[at], problem.objective.weights.compute
-                    unary[at] += each * (inside.seconds * self._local(at) + inside.launches_s)
+                    unary[at] += problem.objective.weights.compute * problem.interior[at].seconds_at(self._local(at))
                 case "op":
                     result.append(self._op(summand))
                 case "link":
@@ -380,7 +379,7 @@ def least_s(problem: Problem) -> float:
 
 def _least_compute_s(problem: Problem, device: Device) -> float:
     devices = problem.cluster.size
-    total = sum(inside.seconds / devices + inside.launches_s for inside in problem.interior.values())
+    total = sum(inside.seconds_at(1 / devices) for inside in problem.interior.values())
     for summand in problem.summands:
         if summand.kind == "op":
             total += summand.weight * least_compute_s(problem.graph.nodes[summand.at].costed, device, devices)

@@ -85,9 +85,7 @@ class Extractor:
                     compute_s += use.compute_s * summand.weight
                     self._operand_steps(node, use, states, issued)
                 case "interior":
-                    inside = problem.interior[summand.at]
-                    local = float(problem.resharder.space(inside.shape).local[states[summand.at]])
-                    compute_s += inside.seconds * local + inside.launches_s
+                    compute_s += problem.interior_s(summand.at, states)
                 case "link":
                     self._link_steps(summand, states, issued)
                 case "view":

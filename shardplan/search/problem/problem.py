@@ -58,7 +58,8 @@ class Problem:
         like: Problem | None = None,
         company: Company | None = None,
     ) -> None:
-        assert like is None or (like.cluster is cluster and like.objective.unit == objective.unit), "prices of another problem"
+        own = cluster, objective.counts_time
+        assert like is None or (like.cluster, like.objective.counts_time) == own, "prices of another problem"
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
         self.factors = tuple(factors)
@@ -214,6 +215,11 @@ class Problem:
                 self._together[key] = tuple(itertools.compress(domain, alike.tolist()))
             result.append(self._together[key] or fallback)
         return tuple(result)
+
+    def interior_s(self, v: int, states: Sequence[int]) -> float:
+        """The seconds of the ops inside a variable under an assignment."""
+        inside = self.interior[v]
+        return inside.seconds_at(float(self.resharder.space(inside.shape).local[states[v]]))
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
         """[domain]: the fraction of a variable's tensors that one device holds in each state."""
@@ -377,7 +383,7 @@ class Problem:
 
     def _interior(self, inside: Inside, domain: Domain) -> Costs:
         local = self.resharder.space(inside.shape).local[list(domain)]
-        return picoseconds(self.objective.weights.compute * (inside.seconds * local + inside.launches_s))
+        return picoseconds(self.objective.weights.compute * inside.seconds_at(local))
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)

@@ -283,7 +283,7 @@ def in_seconds(
     The outcome of a search for time stays as it is. Ops keep the cuts that send the fewest bytes. The new bound is on seconds,
     over all layouts and all cuts of ops.
     """
-    if problem.objective.unit == "picosecond":
+    if problem.objective.counts_time:
         return problem, outcome
     timed = Problem(problem.graph, problem.coarse, problem.cluster, problem.factors, objective=objective)
     live = memory.liveness(timed, donated)

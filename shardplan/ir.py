@@ -28,8 +28,8 @@ class Collective(StrEnum):
     """What devices do together. The value is the name in HLO, and that in plan files, JSON and reports.
 
     In a shift every device but the last sends to the next one. Reduce and broadcast have one root in each group. A slice sends
-    nothing: each device takes its own part. XLA has no reduce, so both of a reduction program run as permutes
-    (`shardplan.collectives.lower`).
+    nothing: each device takes its own part. A reduce and a broadcast of a reduction program run as
+    permutes (`shardplan.collectives.lower`).
 
     >>> Collective.REDUCE_SCATTER.p2, str(Collective.SHIFT.hlo), Collective.SHIFT.short
     ('ReduceScatter', 'collective-permute', 'permute')

@@ -31,6 +31,7 @@ from shardplan.collectives.divided import best_programs
 from shardplan.collectives.layouts import LayoutSpace
 from shardplan.collectives.moves import Name
 from shardplan.collectives.parts import in_runs, open_seams, runs, seams
+from shardplan.collectives.states import Goal
 from shardplan.collectives.step import BUNDLED, Step, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost.network import Network
@@ -204,9 +205,9 @@ class Resharder:
         if key not in self._ways:
             rows = self.network.lines(kind, over)
             steps, programs = [1] * len(rows), [""] * len(rows)
-            goal = next((goal for goal in BUNDLED if goal == kind), None)
-            if goal is not None and isinstance(self.network, Network):
-                found = best_programs(self.network, over, goal)
+            goals: list[Goal] = [goal for goal in BUNDLED if goal == kind]
+            if goals and isinstance(self.network, Network):
+                found = best_programs(self.network, over, goals[0])
                 rows = np.concatenate([rows, np.array([(p.latency_s, p.seconds_per_byte) for p in found])])
                 # one step more, so that an equal path of edges wins
                 steps += [len(p.program.steps) + 1 for p in found]

@@ -107,7 +107,7 @@ class Constants:
     """The number of block lengths to try: the commonest distances between equal ops. Choice: it bounds the work."""
     view_pieces: int = 6
     """A group of at most this many tensors (a query, key and value with their gradients) has a layout chosen for its readers, and
-    needs no view."""
+    needs no view. Choice."""
     open_entries: int = 1 << 17
     """An op whose table would have more entries gets a variable for its strategy instead (`Ops.opened`). Choice: the table of one
     op stays in a core's cache."""
@@ -138,7 +138,7 @@ class Constants:
     bound_entries: int = 300_000_000
     """The most table entries that an ascent holds, 8 bytes each. Where there are more, the bound is that of the compute alone."""
     bound_worst: float = 4.0
-    """Infeasible states cost this multiple of the plan's cost in the bound; the best plan has none of them."""
+    """Infeasible states cost this multiple of the plan's cost in the bound; the best plan has none of them. Choice."""
     bound_prices: int = 6
     """The most prices on bytes that the bound tries. Choice."""
 
@@ -148,7 +148,8 @@ class Constants:
     """Up to this many predicted entries in one table a baseline is solved jointly. Choice: none is worth as much time as the
     plan."""
     rival_seeds: int = 3
-    """This many of the fastest baselines, and of the fastest that fit, start a search that neither is exact nor reaches them."""
+    """This many of the fastest baselines, and of the fastest that fit, start a search that neither is exact nor reaches
+    them. Choice."""
     joint_entries: int = 30_000_000
     """Up to this many predicted entries in one table, variables are solved jointly, repeatedly where needed. Choice: a second."""
     few_entries: int = 3_000_000
@@ -163,7 +164,8 @@ class Constants:
     fell_little: float = 0.98
     """The peak fell little if it is still above this fraction of the last. Choice."""
     dearest_peak: int = 16
-    """The bytes of a peak cost at most this many times the longest table entry: one entry is capped there, but entries add up."""
+    """The bytes of a peak cost at most this many times the longest table entry: one entry is capped there, but entries add up.
+    Choice."""
     closer_prices: int = 7
     """The most prices tried between a solution that fits and one that does not. Choice."""
     repairs: int = 3
@@ -215,7 +217,7 @@ class Constants:
     deep_share: float = 0.25
     """Equal layers share one choice where this part of the variables is left at most: from about five layers. Over three factors
     and more this shortens the search; a step of few layers would lose by it, as its first and last layers differ from the
-    others."""
+    others. Choice."""
     fewer_parts: int = 3
     """The most trials of the bisection for fewer recomputed parts. Choice."""
 

@@ -170,6 +170,18 @@ class PinError(ShardplanError):
         self.pins = tuple(pins)
 
 
+class OffloadError(ShardplanError):
+    """An argument that cannot stay in host memory. ``path`` names it (or the glob), ``reason`` says why."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(
+            f"offload: {path} {reason}; host memory is for arrays that only the update reads and that the step gives back: name "
+            "those (an optimizer's moments) with globs of argument paths, or give offload='auto'"
+        )
+        self.path = path
+        self.reason = reason
+
+
 class MemoryLimitError(ShardplanError):
     """No plan fits in the memory limit ``limit_bytes``; the smallest plan found needs ``smallest_bytes``.
 

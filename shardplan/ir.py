@@ -340,7 +340,8 @@ class Program:
     """A traced step: straight-line ops over tensors, in the order of the trace.
 
     Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its
-    value (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None.
+    value (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None. ``offloaded`` are the
+    inputs, by number, that lie in host memory, as do the outputs that replace them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -351,6 +352,12 @@ class Program:
     input_paths: tuple[str, ...] = ()
     output_paths: tuple[str, ...] = ()
     feedback: tuple[int | None, ...] = ()
+    offloaded: frozenset[int] = frozenset()
+
+    @property
+    def hosted(self) -> frozenset[int]:
+        """The outputs, by number, that are left in host memory."""
+        return frozenset(o for o, i in enumerate(self.feedback) if i in self.offloaded)
 
     @property
     def returned(self) -> frozenset[int]:

@@ -26,6 +26,7 @@ ROWS = (
     ("tdl",),
     ("frontend",),
     ("remat",),
+    ("offload",),
     ("cost",),
     ("graph",),
     ("collectives",),

@@ -85,12 +85,14 @@ class PlannedCollective:
 class StepCost:
     """The cost of one step on one device: seconds of compute, and the collectives ``issued`` with their prices.
 
-    ``contention`` is the device's, as in `shardplan.cost.overlap.step_s`.
+    ``contention`` is the device's, as in `shardplan.cost.overlap.step_s`. ``host_s`` are the seconds of copies from host memory
+    and back, beside which nothing runs.
     """
 
     issued: tuple[Issued, ...]
     compute_s: float
     contention: float = 1.0
+    host_s: float = 0.0
 
     @property
     def communication_s(self) -> float:
@@ -110,12 +112,12 @@ class StepCost:
     @property
     def step_time_s(self) -> float:
         """Seconds of the step."""
-        return step_s(self.compute_s, self.exposed_s, self.hideable_s, self.contention)
+        return self.host_s + step_s(self.compute_s, self.exposed_s, self.hideable_s, self.contention)
 
     @property
     def serial_s(self) -> float:
         """Seconds of the step if nothing hides."""
-        return self.compute_s + self.communication_s
+        return self.compute_s + self.communication_s + self.host_s
 
     @property
     def communication_bytes(self) -> float:

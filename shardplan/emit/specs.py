@@ -29,7 +29,7 @@ from shardplan.emit.stepping import steps_to
 from shardplan.emit.walk import Walk
 from shardplan.graph import Node
 from shardplan.ir import Constant, Layout, Op, Reducer, Use
-from shardplan.schedule import Barrier, Compute, Fill, Move, While
+from shardplan.schedule import Barrier, Compute, Fill, HostCopy, Move, While, with_host_copies
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.schedule.spelling import spelled_out
 from shardplan.tdl.rewrite import cuttable, in_row_major_order
@@ -41,8 +41,9 @@ class SpecsEmitter(Walk):
 
     def __init__(self, planned: PlannedProgram, mesh: Mesh) -> None:
         self.planned, self.mesh = planned, mesh
-        self.schedule, layouts = spelled_out(planned)
-        self.at = dict(layouts)
+        schedule, layouts = spelled_out(planned)
+        self.schedule = with_host_copies(schedule, planned)
+        self.at = dict.fromkeys(self.schedule.body.parameters) | dict(layouts)
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The step on flat arguments; flat results."""
@@ -65,6 +66,11 @@ class SpecsEmitter(Walk):
         self.at[fill.result] = fill.layout
         shape = stacked_shape(fill.shape, fill.layout, self.planned.sizes)
         return self.constrain(jax.numpy.zeros(shape, self.planned.graph.tensors[fill.tensor].dtype), fill.layout)
+
+    def copied(self, x: Any, copy: HostCopy) -> Any:
+        """A value in another memory, in its layout there; what lies in host memory has none to constrain it to."""
+        x = super().copied(x, copy)
+        return x if copy.memory == "pinned_host" else self.placed(x, copy.result)
 
     def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
         """Values behind an optimization barrier, where they were."""

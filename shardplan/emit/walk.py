@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from shardplan.ir import Constant
-from shardplan.schedule import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Scan, Source, While
+from shardplan.schedule import Barrier, Block, Compute, Cond, Fill, HostCopy, Instruction, Move, Scan, Source, While
 from shardplan.schedule.instructions import blocks_of, results_of
 
 Values = dict[int, Any]
@@ -40,6 +41,11 @@ class Walk(ABC):
     def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
         """Values behind an optimization barrier."""
         return lax.optimization_barrier(xs)
+
+    def copied(self, x: Any, copy: HostCopy) -> Any:
+        """A value in another memory, cut as it is."""
+        space = jax.memory.Space
+        return jax.device_put(x, space.Host if copy.memory == "pinned_host" else space.Device)
 
     def placed(self, x: Any, number: int) -> Any:
         """A parameter of a block, or a result of control flow, in its layout."""
@@ -82,6 +88,8 @@ class Walk(ABC):
                 return [self.zeros(instruction)]
             case Fill(value=Constant() as known):
                 return [jnp.asarray(self.value(values, known))]
+            case HostCopy():
+                return [self.copied(values[instruction.source], instruction)]
             case Barrier():
                 return self.barred([values[v] for v in instruction.values], instruction)
             case Scan():

@@ -69,6 +69,7 @@ class _Flattener:
             tuple(self.unknown),
             self.begins,
             self.backend,
+            program.offloaded,
         )
         return with_traffic(graph)
 

@@ -232,6 +232,7 @@ class Graph:
     ``bodies`` maps each body's tensors to tensors of the graph; ``begins`` gives the first node after each body's start.
     ``carries`` gives for each scan carry, as a tensor inside the body, its initial value, its next value and its value after the
     loop. ``boundary`` holds the tensors by which values enter a loop's body. ``backend`` is what will run the plan.
+    ``offloaded`` are the inputs, by number, that lie in host memory, as do the outputs that replace them.
     """
 
     tensors: tuple[Tensor, ...]
@@ -248,6 +249,7 @@ class Graph:
     unknown_trips: tuple[str, ...]
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
     backend: Backend = "explicit"
+    offloaded: frozenset[int] = frozenset()
 
     @property
     def whole(self) -> tuple[str, ...]:

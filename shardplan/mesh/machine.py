@@ -122,7 +122,8 @@ class Device:
     attention reaches, forward and backward together, where a causal mask's upper half counts nothing. The default, 0.5, is the
     least that FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so). ``compute_units`` is the
     number of processors that each compute a tile of a matrix product at a time (the multiprocessors of a GPU): a product of few
-    tiles leaves some of them idle (`shardplan.cost.tiles`). None: products are not priced by tiles.
+    tiles leaves some of them idle (`shardplan.cost.tiles`). None: products are not priced by tiles. ``host_bytes_per_s`` is what
+    copies between the device and pinned memory of its host reach in one direction. None: nothing may be kept in host memory.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Device:
     contention: float = DEFAULT_CONTENTION
     attention_efficiency: float = DEFAULT_ATTENTION_EFFICIENCY
     compute_units: int | None = None
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -167,6 +169,8 @@ class Device:
         check_part(self.attention_efficiency, f"{where}: attention_efficiency")
         if self.compute_units is not None:
             check_count(self.compute_units, f"{where}: compute_units")
+        if self.host_bytes_per_s is not None:
+            check_positive(self.host_bytes_per_s, f"{where}: host_bytes_per_s")
         object.__setattr__(self, "flops_per_s", dict(sorted(self.flops_per_s.items())))
 
     def __hash__(self) -> int:

@@ -108,5 +108,5 @@ def _at_least_s(session: Session) -> float:
         bundles = max(1.0, nbytes / resharder.full_bytes(kind, over))
         communication_s += times * bundles * resharder.seconds(kind, over, nbytes / bundles)
     if not session.problem.objective.overlaps:
-        return decisions.compute_s + communication_s
-    return step_s(decisions.compute_s, 0.0, communication_s, decisions.contention)
+        return decisions.host_s + decisions.compute_s + communication_s
+    return decisions.host_s + step_s(decisions.compute_s, 0.0, communication_s, decisions.contention)

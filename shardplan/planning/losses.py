@@ -12,7 +12,7 @@ from shardplan.ir import Collective, spec_text
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
-from shardplan.search.problem.extract import Decisions
+from shardplan.search.problem.extract import Decisions, inside_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
@@ -116,8 +116,8 @@ class _Spent:
                 case "op":
                     yield str(problem.graph.nodes[summand.at].op.source), decisions.uses[summand.at].compute_s * summand.weight
                 case "interior":
-                    yield self.inside[summand.at], problem.interior_s(summand.at, solution.states)
-                case "link" | "view":  # they are sent, not computed
+                    yield self.inside[summand.at], inside_s(problem, summand, solution.states)
+                case "link" | "view" | "host":  # they are sent, not computed
                     pass
                 case _:
                     assert_never(summand.kind)

@@ -55,7 +55,12 @@ class _Point:
     def at(self, share: float, k: float) -> float:
         """The plan's cost in seconds at another share."""
         compute_s, hideable_s = self.cost.compute_s, self.cost.hideable_s
-        return self.cost.exposed_s + share * (compute_s + k * hideable_s) + (1 - share) * (hideable_s + k * compute_s)
+        return (
+            self.cost.host_s
+            + self.cost.exposed_s
+            + share * (compute_s + k * hideable_s)
+            + (1 - share) * (hideable_s + k * compute_s)
+        )
 
 
 def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted: Wanted) -> Found:

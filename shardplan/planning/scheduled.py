@@ -33,4 +33,5 @@ def scheduled(session: Session) -> Scheduled:
         issued=sent,
         compute_s=session.decisions.compute_s,
         contention=problem.cluster.device.contention,
+        host_s=session.decisions.host_s,
     )

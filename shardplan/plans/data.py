@@ -22,6 +22,8 @@ from shardplan.search.strategy.purposes import PURPOSES, Purpose, Shares
 TimeModel = Literal["overlap", "sum"]
 """How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""
 
+MemoryKind = Literal["device", "pinned_host"]
+"""A memory by JAX's name (`jax.sharding.NamedSharding.memory_kind`)."""
 
 Seconds = Annotated[float, Least(0)]
 Bytes = Annotated[int, Least(0)]
@@ -40,13 +42,16 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One leaf of the arguments: its path, its array type, and its layout in the plan (None: whole on every device)."""
+    """One leaf of the arguments: its path, its array type, its layout in the plan (None: whole on every device), and the memory
+    in which it lies between steps.
+    """
 
     path: str
     shape: tuple[Annotated[int, Least(0)], ...]
     dtype: str
     nbytes: Bytes
     layout: Layout | None
+    memory: MemoryKind = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,8 @@ class PlanData:
     ``name`` is "plan", or the name of a baseline. ``step_time_s`` counts what the backend sends; ``searched_s`` is the least
     price in the search's tables, in which each reader has its own collective and nothing is padded. ``time_model`` says how
     seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended, ``company`` how many bytes of each
-    pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may).
+    pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may). ``host_s`` are the seconds of
+    copies from host memory and back.
     ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``argument_names`` are those of the
     step's arguments, with which the paths of their leaves begin; ``result_paths`` and ``result_layouts`` have an item for each
     leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
@@ -103,6 +109,7 @@ class PlanData:
     step_time_s: Seconds
     searched_s: Seconds
     compute_s: Seconds
+    host_s: Seconds
     peak_bytes: Bytes
     memory_limit: Bytes
     memory_limit_origin: str
@@ -159,12 +166,25 @@ class PlanData:
     @property
     def serial_s(self) -> float:
         """The seconds of the step if no communication overlapped with compute: an upper bound."""
-        return self.compute_s + self.communication_s
+        return self.compute_s + self.communication_s + self.host_s
 
     @property
     def hidden_s(self) -> float:
         """The seconds of the step if one of compute and communication hid the other entirely: a lower bound."""
-        return max(self.compute_s, self.communication_s)
+        return max(self.compute_s, self.communication_s) + self.host_s
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """The arguments in host memory, by number."""
+        return frozenset(i for i, a in enumerate(self.arguments) if a.memory == "pinned_host")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a device's arguments in host memory."""
+        sizes = [f.size for f in self.factors]
+        own = [a for a in self.arguments if a.memory == "pinned_host"]
+        ways = [1 if a.layout is None else math.prod(sizes[f] for f in a.layout.used) for a in own]
+        return sum(a.nbytes // n for a, n in zip(own, ways, strict=True))
 
     @property
     def communication_bytes(self) -> float:

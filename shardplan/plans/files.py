@@ -20,7 +20,7 @@ from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData
 
-FORMAT = 17
+FORMAT = 18
 """Version of the plan file."""
 
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}
@@ -237,7 +237,7 @@ def _check(data: PlanData, cluster_fingerprint: Any) -> None:
             raise ValueError(f"no copy {number}: the file has {len(copies)}")
     least, most = data.hidden_s * (1 - _ROUNDING), data.serial_s * (1 + _ROUNDING)
     if not least <= data.step_time_s <= most:
-        parts = f"compute_s and collectives take {data.hidden_s!r} s at once and {data.serial_s!r} s in turn"
+        parts = f"compute_s, host_s and collectives take {data.hidden_s!r} s at once and {data.serial_s!r} s in turn"
         raise ValueError(f"step_time_s={data.step_time_s!r} does not fit: {parts}")
 
 

@@ -43,8 +43,8 @@ def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Se
         "name": solution.name,
         "factors": problem.factors,
         "arguments": tuple(
-            Argument(path, x.shape, x.dtype, x.nbytes, layouts[t])
-            for path, t, x in zip(graph.input_paths, graph.inputs, tensors, strict=True)
+            Argument(path, x.shape, x.dtype, x.nbytes, layouts[t], "pinned_host" if i in graph.offloaded else "device")
+            for i, (path, t, x) in enumerate(zip(graph.input_paths, graph.inputs, tensors, strict=True))
         ),
         "result_paths": session.program.output_paths,
         "result_layouts": tuple(layouts[t] if t >= 0 else None for t in graph.outputs),
@@ -56,6 +56,7 @@ def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Se
         "weights": problem.objective.weights,
         "company": problem.company,
         "compute_s": decisions.compute_s,
+        "host_s": decisions.host_s,
         "peak_bytes": solution.peak_bytes,
         "limited": solution.limits is not None,
         "regather": solution.regather,

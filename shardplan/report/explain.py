@@ -26,6 +26,7 @@ from shardplan.report.plan_text import (
     collective_rows,
     collectives_text,
     constants_text,
+    host_text,
 )
 from shardplan.report.tables import seconds, size
 from shardplan.search.coarsening.variables import FREE
@@ -123,6 +124,7 @@ class _Why:
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         limit = size(plan.memory_limit) + (f" ({plan.memory_limit_origin})" if plan.memory_limit_origin else "")
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
+        lines += [f"In host memory: {host_text(plan)}."] if plan.offloaded else []
         lines += peak_lines(self.session)
         lines += matrix_text(plan).splitlines()
         best = best_baseline(plan)

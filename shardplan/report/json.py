@@ -21,7 +21,7 @@ _LONG = frozenset(
 
 _DERIVED = (
     *("communication_s", "exposed_s", "serial_s", "hidden_s", "communication_bytes", "lower_bound_s", "gap"),
-    *("axes", "matrix", "provenance"),
+    *("host_bytes", "axes", "matrix", "provenance"),
 )
 """The properties of `PlanData` that stand beside its fields."""
 
@@ -39,6 +39,7 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
     return {
         **{f.name: written.value(getattr(plan, f.name)) for f in fields(plan) if f.name not in _LONG},
         **{name: getattr(plan, name) for name in _DERIVED},
+        "offloaded": [plan.arguments[i].path for i in sorted(plan.offloaded)],
         "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},
         "collectives": collective_rows(plan),
         "xla_flags": xla_flags(plan.cluster),

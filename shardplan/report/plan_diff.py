@@ -24,8 +24,10 @@ _FIGURES = {
     "step_time_s": seconds,
     "compute_s": seconds,
     "communication_s": seconds,
+    "host_s": seconds,
     "communication_bytes": size,
     "peak_bytes": size,
+    "host_bytes": size,
 }
 
 

@@ -24,7 +24,7 @@ def plan_lines(plan: PlanData) -> str:
         ("mesh", " x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device"),
         ("parallelism", purposes_text(plan) or "none"),
         ("step time", spent_text(plan)),
-        ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
+        ("memory", _memory(plan)),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         ("dearest", _dearest(plan)),
         ("arguments", _arguments(plan)),
@@ -36,6 +36,12 @@ def plan_lines(plan: PlanData) -> str:
 
 def _cut(line: str) -> str:
     return line if len(line) <= _WIDEST else line[: _WIDEST - 3] + "..."
+
+
+def _memory(plan: PlanData) -> str:
+    """The peak of a device beside its limit, and what its host holds."""
+    text = f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"
+    return f"{text}, and {size(plan.host_bytes)} of its host's" if plan.offloaded else text
 
 
 def _dearest(plan: PlanData) -> str:

@@ -58,6 +58,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
         ("", bound_text(plan)),
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
         *((("", f"memory limit {size(plan.memory_limit)}: {plan.memory_limit_origin}"),) if plan.memory_limit_origin else ()),
+        *((("host memory", host_text(plan)),) if plan.offloaded else ()),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
         ("backend", f"{plan.backend}: {plan.backend_reason}"),
@@ -139,7 +140,15 @@ def spent_text(plan: PlanData) -> str:
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
         spent += f" ({seconds(plan.exposed_s)} of it exposed)"
+    spent += f", copies from host memory and back {seconds(plan.host_s)}" if plan.offloaded else ""
     return f"{seconds(plan.step_time_s)}: {spent}"
+
+
+def host_text(plan: PlanData) -> str:
+    """What lies in host memory between steps, and what its copies cost a step."""
+    count, rate_text = len(plan.offloaded), rate(plan.cluster.device.host_bytes_per_s or 0.0)
+    arrays = f"{count} array{'s' if count > 1 else ''}, {size(plan.host_bytes)} a device"
+    return f"{arrays}; copies there and back take {seconds(plan.host_s)} a step at {rate_text}, and nothing hides them"
 
 
 def remat_text(remat: Remat) -> str:

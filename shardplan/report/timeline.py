@@ -43,7 +43,7 @@ def priced_of(plan: PlanData) -> Priced:
         devices *= level.size
     return Priced(
         plan.step_time_s,
-        plan.compute_s,
+        plan.compute_s + plan.host_s,
         plan.communication_s,
         plan.peak_bytes,
         plan.memory_limit,

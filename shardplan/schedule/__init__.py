@@ -6,6 +6,7 @@ predicts: nothing else moves a byte, but for the collectives of a `jax.shard_map
 """
 
 from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.host_copies import with_host_copies
 from shardplan.schedule.instructions import (
     Barrier,
     Block,
@@ -14,6 +15,7 @@ from shardplan.schedule.instructions import (
     Cond,
     Cut,
     Fill,
+    HostCopy,
     Instruction,
     Move,
     Reblock,
@@ -38,6 +40,7 @@ __all__ = [
     "Cut",
     "Ends",
     "Fill",
+    "HostCopy",
     "Instruction",
     "Move",
     "PlannedProgram",
@@ -54,4 +57,5 @@ __all__ = [
     "sends",
     "splits_buffer",
     "windows",
+    "with_host_copies",
 ]

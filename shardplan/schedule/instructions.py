@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardplan.collectives.step import Step
 from shardplan.graph import Node
@@ -132,6 +133,16 @@ class Reblock:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A value copied into a memory of JAX's name: from its host's into the device's, or back. It is of tensor ``tensor``."""
+
+    source: int
+    result: int
+    tensor: int
+    memory: Literal["device", "pinned_host"]
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """A value that is known: a literal, or zeros of a block in ``layout`` (a sum that starts, a result without elements)."""
 
@@ -206,7 +217,7 @@ class Cond:
     results: tuple[int, ...]
 
 
-Instruction = Compute | Move | Bundle | Reblock | Fill | Barrier | Scan | While | Cond
+Instruction = Compute | Move | Bundle | Reblock | HostCopy | Fill | Barrier | Scan | While | Cond
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +239,7 @@ def instructions_of(instructions: Sequence[Instruction]) -> Iterator[Instruction
 def results_of(instruction: Instruction) -> tuple[int, ...]:
     """The values that an instruction makes."""
     match instruction:
-        case Move() | Reblock() | Fill():
+        case Move() | Reblock() | HostCopy() | Fill():
             return (instruction.result,)
         case Bundle():
             return tuple(move.result for move in instruction.moves)

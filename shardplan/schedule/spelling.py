@@ -9,6 +9,7 @@ from shardplan.ir import Constant, Layout
 from shardplan.schedule.build import Builder
 from shardplan.schedule.changes import in_single_steps
 from shardplan.schedule.frame import Frame
+from shardplan.schedule.host_copies import with_host_copies
 from shardplan.schedule.instructions import Block, Schedule, Source
 from shardplan.schedule.passes.barriers import waited
 from shardplan.schedule.passes.bundles import bundled
@@ -32,7 +33,7 @@ def build(planned: PlannedProgram, ends: Ends | None = None) -> Schedule:
     spelled, _ = spelled_out(planned, ends)
     body = transposed_first(shared(pruned(waited(in_single_steps(spelled.body)))), planned)
     shapes = [planned.graph.tensors[t].shape for t in planned.graph.inputs]
-    return replace(spelled, body=bundled(with_extents(body, planned.sizes, shapes), planned))
+    return with_host_copies(replace(spelled, body=bundled(with_extents(body, planned.sizes, shapes), planned)), planned)
 
 
 def spelled_out(planned: PlannedProgram, ends: Ends | None = None) -> tuple[Schedule, Mapping[int, Layout | None]]:

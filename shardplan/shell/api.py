@@ -34,6 +34,7 @@ from shardplan.ir import Program
 from shardplan.mesh import Device
 from shardplan.mesh.groups import group_cluster
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.offload import matching, offloaded
 from shardplan.planning.planner import planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
@@ -46,6 +47,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
+from shardplan.shell.offload_option import offload_globs
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placement_search import best_placement
 from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
@@ -82,6 +84,7 @@ def plan(
     replicate: Sequence[str] = (),
     one_choice: str = "auto",
     remat: str = "none",
+    offload: str | Sequence[str] = "none",
     backend: str = "auto",
     time_model: str = "overlap",
     kwargs: Mapping[str, Any] | None = None,
@@ -122,6 +125,10 @@ def plan(
         remat: "auto" lets the plan recompute activations in the backward pass (bodies of scans and blocks of straight-line
             code, `shardplan.remat`) where the memory limit costs time, or where nothing fits otherwise. Planning takes longer;
             ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
+        offload: What stays in host memory (``memory_kind="pinned_host"``) between steps: "none", or globs of the paths of
+            arguments that only the update reads and that the step gives back, such as an optimizer's moments. The step fetches
+            each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``, beside
+            which nothing runs. The device's ``host_bytes_per_s`` prices them.
         backend: What runs the plan where `Plan.jit` is not told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
         time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,
@@ -145,6 +152,7 @@ def plan(
         TraceError: if the step cannot be traced, or if ``traced`` is of other arguments.
         PinError: for a pin that matches nothing, names no axis, does not divide, or splits an array without elements.
         UndescribedPrimitiveError: for a primitive without a description.
+        OffloadError: for a glob of ``offload`` that matches nothing, or an argument that cannot stay in host memory.
         MicrobatchError: for a step that needs several microbatches at once (batch norm, a loss over all pairs), with the source
             line, or a batch that does not divide.
         UncompiledPrimitiveError: for a primitive that XLA compiles for one device only, on a cluster of several.
@@ -164,26 +172,29 @@ def plan(
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
     searcher = Searcher(replicate, shared, resolved, wanted)
-    parts = checked_microbatches(traced, microbatches, batch_argnums)
+    parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), offload_globs(offload, resolved)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, began, traced_at)
-    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto")
+    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto", hosted=hosted)
     if stages == 1 and placement == "one":
         return on_all_devices(asked)
-    refuse_with_groups({"pins": pins, "remat": remat != "none", "objective": objective != "time", "mesh": mesh is not None})
+    alone = {"pins": pins, "remat": remat != "none", "offload": hosted, "objective": objective != "time"}
+    refuse_with_groups({**alone, "mesh": mesh is not None})
     if stages == 1 and placement == "auto":
         refuse_with_groups({"backend": runner != "explicit", "axes": axes, "factors": factors})
         return best_placement(asked, on_all_devices, batch_argnums)
     return on_groups(asked, stages, placement)
 
 
-def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool) -> Plan:
-    """The plan of a step with every op on all devices.
+def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted: Sequence[str]) -> Plan:
+    """The plan of a step with every op on all devices, and with the arguments ``hosted`` (globs) in host memory.
 
     Raises:
         MemoryLimitError: if no plan fits.
+        OffloadError: for an argument that cannot stay in host memory.
         MicrobatchError: for a step that cannot be cut into the microbatches asked for.
     """
     program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
+    program = offloaded(program, matching(program, hosted))
     made = planned(program, asked.searcher, asked.limit.origin, recompute=recompute)
     warn_of(made.session)
     return Plan(

@@ -126,7 +126,18 @@ def add_target_options(one: Parser) -> None:
         metavar="overlap|sum",
         help="how seconds add up: communication hides behind compute, or everything takes its turn (default: overlap)",
     )
+    _add_memory_options(one)
+
+
+def _add_memory_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--remat", metavar="none|auto", help="auto: activations may be computed again (default: none)")
+    one.add_argument(
+        "--offload",
+        action="append",
+        default=[],
+        metavar="none|GLOB",
+        help="arguments that stay in host memory between steps, such as '*/mu/*'; may be repeated (default: none)",
+    )
 
 
 def _add_mesh_options(one: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh.devices import auto
 from shardplan.microbatches.accumulating import microbatched
+from shardplan.offload import offloaded
 from shardplan.plans import files
 from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
@@ -132,6 +133,7 @@ def _program(name: str, data: PlanData, traced: Traced) -> Program:
     """The program that the plan is for: the step with its recomputed parts."""
     try:
         program = microbatched(traced.program, data.microbatches, data.replicate)
+        program = offloaded(program, data.offloaded)
         return rematerialised(program, data.remat.parts)
     except (KeyError, IndexError, ValueError, StopIteration) as error:
         raise PlanFileError(f"{name}: the parts that it recomputes are not in this step; plan this step again") from error

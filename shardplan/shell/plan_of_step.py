@@ -175,11 +175,23 @@ class Plan(PlannedStep, Figures):
 
     def in_shardings(self, mesh: Mesh) -> Any:
         """A pytree of NamedSharding like the arguments."""
-        return _shardings(mesh, self.in_specs)
+        shardings = self.flat_in_shardings(mesh)
+        return bare(jax.tree.unflatten(self.traced.in_tree, shardings), shardings)
 
     def out_shardings(self, mesh: Mesh) -> Any:
         """A pytree of NamedSharding like the result."""
-        return _shardings(mesh, self.out_specs)
+        shardings = self.flat_out_shardings(mesh)
+        return bare(jax.tree.unflatten(self.traced.out_tree, shardings), self.flat_in_shardings(mesh))
+
+    def flat_in_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        """One sharding for each leaf of the arguments, in the memory in which it lies between steps."""
+        offloaded = self.program.offloaded
+        return [_sharding(mesh, spec, i in offloaded) for i, spec in enumerate(self.flat_in_specs)]
+
+    def flat_out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        """One sharding for each leaf of the result, in the memory in which it is left."""
+        hosted = self.program.hosted
+        return [_sharding(mesh, spec, o in hosted) for o, spec in enumerate(self.flat_out_specs)]
 
     def put_local(self, batch: Any, *, argument: int = -1, mesh: Mesh | None = None) -> Any:
         """One argument, made from the data of this process alone: each process gives its part of the global batch.
@@ -204,7 +216,7 @@ class Plan(PlannedStep, Figures):
         path, planned = self.traced.program.input_paths[leaf], self.traced.in_shapes[leaf]
         local = np.asarray(part)
         local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
-        sharding, wanted = NamedSharding(mesh, self.flat_in_specs[leaf]), shape_text(planned)
+        sharding, wanted = self.flat_in_shardings(mesh)[leaf], shape_text(planned)
         if _whole_here(sharding, planned.shape) and local.shape != planned.shape:
             remedy = (
                 "the plan keeps this argument whole in each process: give all of it, or pin it (pins=) so that processes share it"
@@ -221,8 +233,7 @@ class Plan(PlannedStep, Figures):
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on a mesh."""
         on = mesh or self.mesh()
-        shardings = [NamedSharding(on, s) for s in self.flat_in_specs]
-        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
+        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, self.flat_in_shardings(on), weak=weak)
 
     def jit(
         self,
@@ -263,8 +274,8 @@ class Plan(PlannedStep, Figures):
         flat = Flat(
             run,
             options,
-            in_shardings=[NamedSharding(mesh, s) for s in self.flat_in_specs],
-            out_shardings=[NamedSharding(mesh, s) for s in self.flat_out_specs],
+            in_shardings=self.flat_in_shardings(mesh),
+            out_shardings=self.flat_out_shardings(mesh),
             donate_argnums=self.donated_leaves,
             keep_unused=True,
         )
@@ -481,5 +492,5 @@ def _whole_here(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     return len(blocks) * math.prod(sharding.shard_shape(shape)) >= math.prod(shape)
 
 
-def _shardings(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+def _sharding(mesh: Mesh, spec: PartitionSpec, hosted: bool) -> NamedSharding:
+    return NamedSharding(mesh, spec, memory_kind="pinned_host") if hosted else NamedSharding(mesh, spec)

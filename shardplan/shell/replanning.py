@@ -16,6 +16,7 @@ from shardplan.errors import MemoryLimitError, PinError, ReshardError
 from shardplan.ir import Entry, Program
 from shardplan.mesh import Cluster, factors
 from shardplan.microbatches.accumulating import microbatched
+from shardplan.offload import offloaded
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
@@ -29,6 +30,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
+from shardplan.shell.offload_option import check_host_link
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placed_replanning import placed_again
 from shardplan.shell.plan_of_step import Plan
@@ -68,8 +70,8 @@ def replan(
         plan: The plan to replace.
         cluster: As for `shardplan.plan`, as are all options. Those that are not given are the old plan's: a memory limit that
             the user gave, the pins that still apply, axes if they still multiply to the number of devices (what no longer holds
-            is dropped with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives and
-            microbatches stay as they are.
+            is dropped with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives,
+            microbatches and what lies in host memory stay as they are.
 
     Raises:
         ReshardError: for a plan on groups that were given, of which a device is gone.
@@ -138,7 +140,9 @@ def _replanned(
     wanted = Wanted(limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
     searcher = Searcher(data.replicate, shared, resolved, wanted)
     asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)
-    program = microbatched(plan.traced.program, data.microbatches, data.replicate)
+    if data.offloaded:
+        check_host_link(resolved)
+    program = offloaded(microbatched(plan.traced.program, data.microbatches, data.replicate), data.offloaded)
     made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto", warm=warm)
     warn_of(made.session)
     return Plan(

@@ -24,6 +24,8 @@ from shardplan.shell.plan_of_step import Plan
 
 AnyPlan = Plan | PlacedPlan
 
+_HOST = "pinned_host"
+
 
 def reshard(
     state: Any,
@@ -133,7 +135,7 @@ def _mover(
     alike = isinstance(old, Plan) and isinstance(new, Plan) and old.cluster.size == new.cluster.size and not lost
     known = _movements(old, new, numbers, range(len(devices))).movements if alike else ()
     plans = dict(zip(numbers, known, strict=True)) if alike else {}
-    lies = old.leaves(old.mesh(devices)).shardings if alike else []
+    lies = [s.with_memory_kind("device") for s in old.leaves(old.mesh(devices)).shardings] if alike else []
     runs: dict[object, Collectives] = {}
 
     def moved(n: int, x: Any, sharding: NamedSharding) -> Any:
@@ -142,6 +144,9 @@ def _mover(
             raise ReshardError(f"{new.traced.program.input_paths[n]} is a {type(x).__name__}: place it with plan.put")
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
+        if _HOST in (x.sharding.memory_kind, sharding.memory_kind):  # it moves between devices alone
+            there = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
+            return jax.device_put(moved(n, jax.device_put(x, x.sharding.with_memory_kind("device")), there), sharding)
         plan = plans.get(n)
         if plan is not None and plan.move is not None and x.sharding.is_equivalent_to(lies[n], x.ndim):
             if plan.factors not in runs:

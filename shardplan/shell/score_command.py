@@ -92,6 +92,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ShardplanError(f"--{name} is not for score: {why}")
     named = [name for name in _UNSUPPORTED if getattr(options, name) is not None]
     named += ["remat"] if options.remat not in (None, "none") else []
+    named += ["offload"] if options.offload else []
     named += ["objective"] if options.objective != "time" else []
     if named:
         raise ShardplanError(f"--{named[0]} is not for score, which prices the step as it is, in seconds: leave it out")

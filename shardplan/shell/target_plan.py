@@ -60,6 +60,7 @@ def _read_or_plan(
 def planning_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of `shardplan.plan` that a command line gives, but for its cluster; those that it leaves out are not there."""
     from shardplan.shell.factor_options import read_axes, read_factors
+    from shardplan.shell.offload_option import read_offload
     from shardplan.shell.target import read_pins
 
     given = {
@@ -73,6 +74,7 @@ def planning_options(options: argparse.Namespace) -> dict[str, Any]:
         "time_budget_s": options.time_budget,
         "one_choice": options.one_choice or None,
         "remat": options.remat or None,
+        "offload": read_offload(options.offload),
         "backend": options.backend,
         "time_model": options.time_model or None,
         "microbatches": options.microbatches,
@@ -115,6 +117,7 @@ NEW_PLAN = (
     "time-budget",
     "one-choice",
     "remat",
+    "offload",
     "time-model",
     "objective",
 )

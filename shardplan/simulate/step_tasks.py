@@ -16,6 +16,7 @@ from shardplan.schedule.instructions import (
     Compute,
     Cond,
     Fill,
+    HostCopy,
     Instruction,
     Move,
     Reblock,
@@ -84,7 +85,7 @@ class _Builder:
         self.issued = issuer(planned)
         network = planned.programs.resharder.network
         assert isinstance(network, Network)
-        levels = network.cluster.levels
+        levels, self.device = network.cluster.levels, network.cluster.device
         crossed = [n for n, level in enumerate(levels) if level.size > 1]
         self.link = {n: 1 + i for i, n in enumerate(crossed)}
         self.streams = (Stream("compute", "compute"), *(Stream(f"{levels[n].name} links", "link") for n in crossed))
@@ -97,9 +98,9 @@ class _Builder:
         """Walks the whole step. The result that replaces a donated argument takes over its memory."""
         graph, frame = self.planned.graph, _Frame()
         body = schedule.body
-        for v, t in zip(body.parameters, graph.inputs, strict=True):
+        for i, (v, t) in enumerate(zip(body.parameters, graph.inputs, strict=True)):
             self.sizes[v] = self.local(t, self.planned.layouts[t])
-            frame.roots[v] = (self.all.hold(self.sizes[v], NONE),)
+            frame.roots[v] = (self.all.hold(0.0 if i in graph.offloaded else self.sizes[v], NONE),)
         self.parameters = len(body.parameters)
         self.block(body, frame)
         end = len(self.all.seconds)
@@ -134,6 +135,8 @@ class _Builder:
                     self.moves(instruction, instruction.moves, frame)
                 case Reblock():
                     self.reblock(instruction, frame)
+                case HostCopy():
+                    self.host_copy(instruction, frame)
                 case Fill():
                     self.sizes[instruction.result] = self.local(instruction.tensor, instruction.layout)
                     self.give(frame, instruction.result, frame.entry, ())
@@ -214,6 +217,19 @@ class _Builder:
         self.sizes[reblock.result] = self.local(reblock.tensor, reblock.layout)
         held = (self.all.hold(self.sizes[reblock.result], sent[0]),) if sent else roots
         self.give(frame, reblock.result, self.joined((*waits, *sent)), held)
+
+    def host_copy(self, copy: HostCopy, frame: _Frame) -> None:
+        """Adds a copy from host memory or into it, beside which the device computes nothing; host memory does not count."""
+        waits, roots = self.waiting(frame, (copy.source,)), self.roots(frame, (copy.source,))
+        nbytes = self.local(copy.tensor, self.planned.layouts[copy.tensor])
+        rate = self.device.host_bytes_per_s
+        assert rate is not None, "nothing is in host memory where its link is not known"
+        label = self.label(Label("host_copy", f"into {copy.memory}", int(nbytes)))
+        task = self.all.task(nbytes / rate + self.device.launch_s, 0, label, waits)
+        self.all.read(roots, task)
+        fetched = copy.memory == "device"
+        self.sizes[copy.result] = nbytes
+        self.give(frame, copy.result, (task,), (self.all.hold(nbytes, task),) if fetched else ())
 
     def send(self, one: Issued, waits: Ids, roots: Ids) -> int:
         """Adds a collective on the links of the slowest level that it crosses, and returns its task."""

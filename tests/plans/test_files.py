@@ -194,8 +194,8 @@ def test_choices_that_do_not_fit_are_refused(three: Planned, tmp_path: Path, cha
         (lambda c: c.__setitem__("compute_s", -1e-3), r"compute_s=-0\.001 is below 0"),
         (lambda c: c.__setitem__("peak_bytes", -1), "peak_bytes=-1 is below 0"),
         (lambda c: c.__setitem__("memory_limit", 1.5), r"memory_limit=1\.5 is not a whole number"),
-        (lambda c: c.__setitem__("step_time_s", 1e-12), r"step_time_s=1e-12 does not fit: compute_s and collectives take"),
-        (lambda c: c.__setitem__("compute_s", 0.0), r"step_time_s=.* does not fit: compute_s and collectives take"),
+        (lambda c: c.__setitem__("step_time_s", 1e-12), "step_time_s=1e-12 does not fit: compute_s, host_s and collectives take"),
+        (lambda c: c.__setitem__("compute_s", 0.0), r"step_time_s=.* does not fit: compute_s, host_s and collectives take"),
     ],
     ids=["not a number", "infinite", "negative", "negative bytes", "half a byte", "too short", "too long"],
 )
@@ -429,9 +429,10 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
             r"not a plan: baselines\[0\]\.peak_bytes=-1 is below 0",
         ),
         (
-            {"arguments": [{"path": "x", "shape": [8, -1], "dtype": "float32", "nbytes": 4, "layout": None}]},
+            {"arguments": [{"path": "x", "shape": [8, -1], "dtype": "float32", "nbytes": 4, "layout": None, "memory": "device"}]},
             r"not a plan: arguments\[0\]\.shape\[1\]=-1 is below 0",
         ),
+        ({"host_s": -1}, "not a plan: host_s=-1 is below 0"),
         ({"weights": {"compute": 1, "hideable": 1, "other": 1}}, "not a plan: weights.other is not a field of this version"),
         ({"bound_s": "soon"}, "not a plan: bound_s='soon' is not a number"),
         ({"bound_s": None}, "incomplete plan: 'bound_s' is missing"),

@@ -17,6 +17,7 @@ from shardplan.schedule.instructions import (
     Compute,
     Cond,
     Fill,
+    HostCopy,
     Instruction,
     Move,
     Reblock,
@@ -137,7 +138,7 @@ def reads(instruction: Instruction) -> set[int]:
             sources += [instruction.source, *([instruction.extreme] if instruction.extreme is not None else [])]
         case Bundle():
             sources += [move.source for move in instruction.moves]
-        case Reblock():
+        case Reblock() | HostCopy():
             sources.append(instruction.source)
         case Fill():
             pass

@@ -12,6 +12,7 @@ from shardplan.schedule.instructions import (
     Compute,
     Cond,
     Fill,
+    HostCopy,
     Instruction,
     Move,
     Reblock,
@@ -51,8 +52,8 @@ class Renaming:
                 extreme = None if instruction.extreme is None else self.number(instruction.extreme)
                 return replace(instruction, source=self.number(instruction.source), extreme=extreme)
             case Bundle():
-                raise AssertionError("moves are bundled last")
-            case Reblock():
+                return replace(instruction, moves=tuple(replace(m, source=self.number(m.source)) for m in instruction.moves))
+            case Reblock() | HostCopy():
                 return replace(instruction, source=self.number(instruction.source))
             case Fill():
                 return instruction

@@ -98,6 +98,8 @@ class _Builder:
             match summand.kind:
                 case "interior":
                     unary[at] += problem.objective.weights.compute * problem.interior[at].seconds_at(self._local(at))
+                case "host":
+                    unary[at] += problem.host[at].seconds_at(self._local(at))
                 case "op":
                     result.append(self._op(summand))
                 case "link":

@@ -4,6 +4,8 @@ A stored tensor lives from the op that makes it to its last reader. Resharded co
 forward copy that the backward pass reuses also lives between the two. Elementwise results that only elementwise ops and
 reductions read are fused away if one pass reads them, or if they are light and the other pass can compute them again from values
 that are alive anyway. What an op holds while it runs is in `buffers`. An output that replaces a donated input takes its buffer.
+An input in host memory takes memory from the first op that reads it to the last, and the output that replaces it from the op that
+makes it to its last reader.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ class Liveness:
     buffers: Buffers
 
 
-def liveness(problem: Problem, donated: frozenset[int] = frozenset()) -> Liveness:
-    """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs."""
-    key = "lifetimes", donated, problem.cluster.device.platform
-    lifetimes, alias = problem.coarse.once(key, lambda: _lifetimes(problem, donated))
+def liveness(problem: Problem, donated: frozenset[int] = frozenset(), offloaded: frozenset[int] | None = None) -> Liveness:
+    """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs, ``offloaded`` those of inputs in host
+    memory (None: the graph's own).
+    """
+    hosted = problem.graph.offloaded if offloaded is None else offloaded
+    key = "lifetimes", donated, hosted, problem.cluster.device.platform
+    lifetimes, alias = problem.coarse.once(key, lambda: _lifetimes(problem, donated, hosted))
     return Liveness(lifetimes, Buffers(problem, alias))
 
 
-def _lifetimes(problem: Problem, donated: frozenset[int]) -> tuple[Lifetimes, frozenset[int]]:
+def _lifetimes(problem: Problem, donated: frozenset[int], hosted: frozenset[int]) -> tuple[Lifetimes, frozenset[int]]:
     """The lifetimes of a problem's values, and the tensors that take a donated argument's memory."""
     graph, coarse = problem.graph, problem.coarse
     end = len(graph.nodes)
@@ -64,14 +69,18 @@ def _lifetimes(problem: Problem, donated: frozenset[int]) -> tuple[Lifetimes, fr
     _through_links(graph, loops, birth, death)
     replaced = {i: o for o, i in zip(graph.outputs, graph.feedback, strict=True) if i is not None}
     alias: set[int] = set()
+    fetched = _fetched(graph, loops, [graph.inputs[i] for i in hosted])
     for i, t in enumerate(graph.inputs):
+        if i in hosted:
+            continue
         birth[t] = 0
         if i not in donated or i in replaced:
             death[t] = end
         if i in donated and i in replaced and replaced[i] != t:
             alias.add(replaced[i])
-    for t in graph.outputs:
-        if t >= 0:
+    birth |= fetched
+    for t, i in zip(graph.outputs, graph.feedback, strict=True):
+        if t >= 0 and i not in hosted:
             death[t] = end
     fused = _fused(problem, death)
     entering, constant = _entering(problem, loops)
@@ -83,6 +92,14 @@ def _lifetimes(problem: Problem, donated: frozenset[int]) -> tuple[Lifetimes, fr
     ]
     every = [*stored, *_stacks(problem, loops), *_copies(problem), *entering]
     return Lifetimes(every, end + 1), frozenset(alias)
+
+
+def _fetched(graph: Graph, loops: Loops, tensors: Sequence[int]) -> dict[int, int]:
+    """The first point at which each of these inputs is read; those that nothing reads are left out."""
+    first = {link.source: loops.of[link.target].first for link in reversed(graph.links) if link.target in graph.boundary}
+    for node in reversed(graph.nodes):
+        first |= {t: min(node.id, first.get(t, node.id)) for t in node.inputs}
+    return {t: first[t] for t in tensors if t in first}
 
 
 def _through_links(graph: Graph, loops: Loops, birth: dict[int, int], death: dict[int, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -76,7 +76,7 @@ class Extractor:
             layouts.append(None if v == FREE else problem.resharder.layout(t.shape, states[v]))
         issued: list[Issued] = []
         uses: dict[int, Use] = {}
-        compute_s = 0.0
+        compute_s = host_s = 0.0
         for summand in problem.summands:
             match summand.kind:
                 case "op":
@@ -85,7 +85,9 @@ class Extractor:
                     compute_s += use.compute_s * summand.weight
                     self._operand_steps(node, use, states, issued)
                 case "interior":
-                    compute_s += problem.interior_s(summand.at, states)
+                    compute_s += inside_s(problem, summand, states)
+                case "host":
+                    host_s += inside_s(problem, summand, states)
                 case "link":
                     self._link_steps(summand, states, issued)
                 case "view":
@@ -101,6 +103,7 @@ class Extractor:
             issued=tuple(issued),
             compute_s=compute_s,
             contention=problem.cluster.device.contention,
+            host_s=host_s,
         )
 
     def chosen(self, seconds: NDArray[np.float64]) -> int:
@@ -247,3 +250,8 @@ class Extractor:
                 hidden = min(step.seconds, window_s)
                 window_s -= hidden
                 issued.append(self._issued(step, step.seconds, times, tensor, source, hidden))
+
+
+def inside_s(problem: Problem, summand: Summand, states: Sequence[int]) -> float:
+    """The seconds of what is done inside a variable under an assignment."""
+    return problem.inside(summand).seconds_at(float(problem.space(summand.at).local[states[summand.at]]))

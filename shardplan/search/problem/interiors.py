@@ -19,8 +19,8 @@ Parts = TypeVar("Parts", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The elementwise ops inside a variable of a shape: the seconds of their memory traffic on one device that holds everything,
-    and those of launching their kernels, which no cut makes fewer.
+    """What is done inside a variable of a shape, elementwise ops or copies: the seconds in which one device that holds everything
+    moves their bytes, and those of launching them, which no cut makes fewer.
     """
 
     seconds: float

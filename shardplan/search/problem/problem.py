@@ -27,6 +27,7 @@ from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.composite_strategies import Groups
 from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds, seconds_of
+from shardplan.search.problem.host_copies import host_copies
 from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
@@ -131,8 +132,9 @@ class Problem:
     def summands(self) -> tuple[Summand, ...]:
         """The summands of the cost."""
         key = "summands", self.objective.device(self.cluster)
+        inner = self.interior, self.host
         return self.coarse.once(
-            key, lambda: summands_of(self.graph, self.coarse, self.interior, lambda n: self.ops.slots(n)[0], self.view_weight)
+            key, lambda: summands_of(self.graph, self.coarse, *inner, lambda n: self.ops.slots(n)[0], self.view_weight)
         )
 
     @cached_property
@@ -216,10 +218,9 @@ class Problem:
             result.append(self._together[key] or fallback)
         return tuple(result)
 
-    def interior_s(self, v: int, states: Sequence[int]) -> float:
-        """The seconds of the ops inside a variable under an assignment."""
-        inside = self.interior[v]
-        return inside.seconds_at(float(self.resharder.space(inside.shape).local[states[v]]))
+    def inside(self, summand: Summand) -> Inside:
+        """What is done inside a variable: its ops, or its copies from host memory and back."""
+        return (self.interior if summand.kind == "interior" else self.host)[summand.at]
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
         """[domain]: the fraction of a variable's tensors that one device holds in each state."""
@@ -299,9 +300,10 @@ class Problem:
         match summand.kind:
             case "op":
                 return self.ops.terms_of(at, domains, limits, opened.get(at))
-            case "interior":
-                costs = self.interior[at]
-                return [self._term(("unary", costs), scope, domains, lambda candidates: self._interior(costs, candidates[0]))]
+            case "interior" | "host":
+                each, costs = self.objective.weights.compute if summand.kind == "interior" else 1.0, self.inside(summand)
+                key = "unary", each, costs
+                return [self._term(key, scope, domains, lambda own: picoseconds(each * costs.seconds_at(self.local(at, own[0]))))]
             case "link":
                 return [self._link(self.graph.links[at], scope, domains)]
             case "view":
@@ -348,9 +350,12 @@ class Problem:
     def interior(self) -> Mapping[int, Inside]:
         """By variable: the elementwise ops inside it."""
         device = self.objective.device(self.cluster)
-        if device is None:
-            return {}
-        return self.coarse.once(("interior", device), lambda: interiors(self.graph, self.coarse, device))
+        return {} if not device else self.coarse.once(("interior", device), lambda: interiors(self.graph, self.coarse, device))
+
+    @cached_property
+    def host(self) -> Mapping[int, Inside]:
+        """By variable: the copies of its arrays from host memory and back."""
+        return {} if self.objective.device(self.cluster) is None else host_copies(self.graph, self.coarse, self.cluster.device)
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:
@@ -380,10 +385,6 @@ class Problem:
             if len(scope) == 2 and graph.nodes[n].signature.turns:
                 result |= {v: (n, other) for v, other in (scope, scope[::-1]) if behind(n, v, other)}
         return result
-
-    def _interior(self, inside: Inside, domain: Domain) -> Costs:
-        local = self.resharder.space(inside.shape).local[list(domain)]
-        return picoseconds(self.objective.weights.compute * inside.seconds_at(local))
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)

@@ -9,7 +9,7 @@ from typing import Literal
 from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 
-Kind = Literal["interior", "op", "link", "view"]
+Kind = Literal["interior", "host", "op", "link", "view"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Summand:
     ``at`` says what it prices:
 
     - ``interior``: the elementwise ops inside variable ``at``.
+    - ``host``: the copies of the arrays of variable ``at`` from host memory and back.
     - ``op``: op ``at`` of the graph, which joins variables: its compute, and the resharding of its operands and results.
     - ``link``: link ``at`` of the graph: the resharding of a tensor that enters or leaves a loop.
     - ``view``: view ``at``: the copy of a variable for readers that want another layout.
@@ -34,11 +35,16 @@ def summands_of(
     graph: Graph,
     coarse: Coarse,
     interior: Iterable[int],
+    hosted: Iterable[int],
     scope_of: Callable[[Node], tuple[int, ...]],
     weight: Mapping[int, float],
 ) -> tuple[Summand, ...]:
-    """All summands: ``interior`` are variables with ops inside, ``scope_of`` gives an op's variables, ``weight`` a view's."""
+    """All summands: ``interior`` are variables with ops inside, ``hosted`` those with arrays in host memory.
+
+    ``scope_of`` gives an op's variables, ``weight`` a view's.
+    """
     result = [Summand("interior", v, (v,), 1.0) for v in interior]
+    result += [Summand("host", v, (v,), 1.0) for v in hosted]
     for n in coarse.joins:
         if scope := scope_of(graph.nodes[n]):
             result.append(Summand("op", n, scope, graph.nodes[n].weight))

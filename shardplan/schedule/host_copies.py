@@ -1,0 +1,78 @@
+"""Copies of arrays that lie in host memory: each comes to the device where the step first reads it, its new value leaves at once.
+
+A barrier makes an array wait for the value that was made last before it is read, as a gradient is, and for the copy that left
+last. Without it, a compiler is free to fetch all arrays when the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+
+from shardplan.schedule.instructions import Barrier, Block, HostCopy, Instruction, Schedule, Source, numbers_of, results_of
+from shardplan.schedule.passes.prune import reads
+from shardplan.schedule.passes.renaming import Renaming
+from shardplan.schedule.planned import PlannedProgram
+
+
+def with_host_copies(schedule: Schedule, planned: PlannedProgram) -> Schedule:
+    """A schedule whose parameters and results lie where the program says."""
+    graph, body = planned.graph, schedule.body
+    if not graph.offloaded:
+        return schedule
+    fetched = {body.parameters[i]: graph.inputs[i] for i in graph.offloaded}
+    sent = {o: t for o, (t, i) in enumerate(zip(graph.outputs, graph.feedback, strict=True)) if i in graph.offloaded}
+    return replace(schedule, body=_Copying(body, fetched, sent).copied())
+
+
+class _Copying(Renaming):
+    """One body; ``fetched`` are the tensors of parameters in host memory, ``sent`` those of results, by number."""
+
+    def __init__(self, body: Block, fetched: Mapping[int, int], sent: Mapping[int, int]) -> None:
+        super().__init__()
+        self.body, self.fetched = body, fetched
+        self.new = count(max(numbers_of(body)) + 1)
+        self.host = {p: next(self.new) for p in fetched}
+        self.leaving: dict[int, list[int]] = {}  # by value: the results that it becomes
+        for o in sent:
+            source = body.results[o]
+            assert isinstance(source, int), "a literal replaces nothing in host memory"
+            self.leaving.setdefault(source, []).append(o)
+        self.sent = sent
+        self.left = {o: self.host[p] for p in fetched for o in self.leaving.get(p, ())}  # given back as it came
+        self.out: list[Instruction] = []
+        self.made: list[int] = []
+        self.latest: int | None = None
+
+    def copied(self) -> Block:
+        """The body with its copies."""
+        body, waiting = self.body, dict(self.host)
+        last = {v: place for place, i in enumerate(body.instructions) for v in reads(i)}
+        for place, instruction in enumerate(body.instructions):
+            for p in sorted(reads(instruction) & waiting.keys()):
+                self.fetch(p, waiting.pop(p), next((v for v in reversed(self.made) if last.get(v, -1) >= place), None))
+            self.out.append(self.renamed(instruction))
+            for value in results_of(instruction):
+                self.made.append(value)
+                self.send(value)
+        results: list[Source] = [
+            self.number(self.left[o]) if o in self.left else self.source(s) for o, s in enumerate(body.results)
+        ]
+        return Block(tuple(self.host.get(p, p) for p in body.parameters), tuple(self.out), tuple(results))
+
+    def fetch(self, parameter: int, host: int, held: int | None) -> None:
+        """Brings an array to the device, behind the value ``held`` and the copy that left last."""
+        after = [v for v in (held, self.latest) if v is not None]
+        if after:
+            results = tuple(next(self.new) for _ in (host, *after))
+            self.out.append(Barrier((host, *(self.number(v) for v in after)), results))
+            self.same |= dict(zip(after, results[1:], strict=True))
+            host = results[0]
+        self.out.append(HostCopy(host, parameter, self.fetched[parameter], "device"))
+
+    def send(self, value: int) -> None:
+        """Sends a value to host memory where it is a result that lies there."""
+        for o in self.leaving.get(value, ()):
+            self.latest = self.left[o] = next(self.new)
+            self.out.append(HostCopy(value, self.latest, self.sent[o], "pinned_host"))

@@ -1,0 +1,53 @@
+"""The option that says what stays in host memory: ``offload=``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardplan.errors import ClusterError, ShardplanError
+from shardplan.mesh import Cluster
+
+
+def offload_globs(given: str | Sequence[str], cluster: Cluster) -> tuple[str, ...]:
+    """The globs of the paths of arguments that stay in host memory; none for "none".
+
+    Raises:
+        ShardplanError: for a value that is neither.
+        ClusterError: as `check_host_link`.
+    """
+    if given == "none":
+        return ()
+    globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise ShardplanError(
+            f"unsupported offload={given!r}: use 'none', or a list of globs of argument paths, for example ['opt_state/*']"
+        )
+    check_host_link(cluster)
+    return globs
+
+
+def check_host_link(cluster: Cluster) -> None:
+    """Refuses a cluster whose devices have no figure for their link to the host.
+
+    Raises:
+        ClusterError: with the key that is missing.
+    """
+    if cluster.device.host_bytes_per_s is None:
+        raise ClusterError(
+            "missing: offload needs the bytes per second that copies between a device and its host's pinned memory reach",
+            where=f"{cluster.source or cluster.name}: device.host_bytes_per_s",
+        )
+
+
+def read_offload(texts: Sequence[str]) -> str | tuple[str, ...] | None:
+    """The value of ``--offload``: a word, or globs; None where it is not given.
+
+    >>> read_offload(["*/mu/*", "*/nu/*"])
+    ('*/mu/*', '*/nu/*')
+    """
+    if not texts:
+        return None
+    return texts[0] if len(texts) == 1 and texts[0] in _WORDS else tuple(texts)
+
+
+_WORDS = ("none",)

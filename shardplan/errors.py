@@ -187,8 +187,8 @@ class MemoryLimitError(ShardplanError):
 
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
-    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``origin`` says where the limit
-    comes from, if not from the user.
+    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments were in
+    host memory. ``origin`` says where the limit comes from, if not from the user.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class MemoryLimitError(ShardplanError):
         together: bool = False,
         unfinished: bool = False,
         rematerialised: bool = False,
+        offloaded: bool = False,
         origin: str = "",
     ) -> None:
         limit, least = size_text(limit_bytes), size_text(smallest_bytes)
@@ -213,6 +214,7 @@ class MemoryLimitError(ShardplanError):
             ("no plan found in the time budget" if unfinished else "no plan")
             + f" fits in {limit} per device{f' ({origin})' if origin else ''}: the smallest found"
             + (", with activations recomputed where that helps," if rematerialised else "")
+            + (" with arguments in host memory" if offloaded else "")
             + f" needs {least}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")
@@ -224,6 +226,7 @@ class MemoryLimitError(ShardplanError):
         self.pins = dict(pins or {})
         self.unfinished = unfinished
         self.rematerialised = rematerialised
+        self.offloaded = offloaded
 
 
 class CheckError(ShardplanError):

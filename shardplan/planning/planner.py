@@ -60,7 +60,7 @@ def planned(program: Program, searcher: Searcher, origin: str, *, recompute: boo
 class _Way:
     """How far planning has come: ``planned`` once a search has ended, ``fastest`` once its solution is scheduled.
 
-    An interrupt (`KeyboardInterrupt`) may come anywhere. Only here it is caught.
+    An interrupt (`KeyboardInterrupt`) may come anywhere. It is caught here, and by `host_memory`, which has a plan by then.
     """
 
     def __init__(self, searcher: Searcher) -> None:
@@ -206,6 +206,7 @@ def _memory_error(
         together=bool(conflict),
         unfinished=stopped,
         rematerialised=recompute,
+        offloaded=bool(problem.graph.offloaded),
         origin=origin,
         pins={
             f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict

@@ -35,6 +35,7 @@ from shardplan.mesh import Device
 from shardplan.mesh.groups import group_cluster
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
 from shardplan.offload import matching, offloaded
+from shardplan.planning.host_memory import planned_in_host_memory
 from shardplan.planning.planner import planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
@@ -47,7 +48,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
-from shardplan.shell.offload_option import offload_globs
+from shardplan.shell.offload_option import Hosted, read_hosted
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placement_search import best_placement
 from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
@@ -128,7 +129,8 @@ def plan(
         offload: What stays in host memory (``memory_kind="pinned_host"``) between steps: "none", or globs of the paths of
             arguments that only the update reads and that the step gives back, such as an optimizer's moments. The step fetches
             each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``, beside
-            which nothing runs. The device's ``host_bytes_per_s`` prices them.
+            which nothing runs. The device's ``host_bytes_per_s`` prices them. With "auto", as few of such arguments stay there
+            as the memory limit asks for, and none where the step fits without; ``plan.offloaded`` has their numbers.
         backend: What runs the plan where `Plan.jit` is not told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
         time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,
@@ -172,7 +174,7 @@ def plan(
     leaves = frozenset(leaves_of(traced.in_tree, donated))
     wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
     searcher = Searcher(replicate, shared, resolved, wanted)
-    parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), offload_globs(offload, resolved)
+    parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), read_hosted(offload, resolved)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, began, traced_at)
     on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto", hosted=hosted)
     if stages == 1 and placement == "one":
@@ -185,8 +187,8 @@ def plan(
     return on_groups(asked, stages, placement)
 
 
-def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted: Sequence[str]) -> Plan:
-    """The plan of a step with every op on all devices, and with the arguments ``hosted`` (globs) in host memory.
+def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted: Hosted) -> Plan:
+    """The plan of a step with every op on all devices, and with the arguments ``hosted`` in host memory.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -194,8 +196,9 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted:
         MicrobatchError: for a step that cannot be cut into the microbatches asked for.
     """
     program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
-    program = offloaded(program, matching(program, hosted))
-    made = planned(program, asked.searcher, asked.limit.origin, recompute=recompute)
+    ways = planned_in_host_memory if hosted == "auto" else planned
+    program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
+    made = ways(program, asked.searcher, asked.limit.origin, recompute=recompute)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=asked.traced, program=made.planned.program, graph=made.session.graph, step=asked.step,

@@ -135,8 +135,9 @@ def _add_memory_options(one: argparse.ArgumentParser) -> None:
         "--offload",
         action="append",
         default=[],
-        metavar="none|GLOB",
-        help="arguments that stay in host memory between steps, such as '*/mu/*'; may be repeated (default: none)",
+        metavar="none|auto|GLOB",
+        help="arguments that stay in host memory between steps, such as '*/mu/*'; may be repeated. auto: as few as the memory "
+        "limit asks for (default: none)",
     )
 
 

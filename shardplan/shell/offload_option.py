@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from shardplan.errors import ClusterError, ShardplanError
 from shardplan.mesh import Cluster
 
+Hosted = tuple[str, ...] | Literal["auto"]
+"""The globs of the paths of arguments that stay in host memory, or "auto" where the memory limit decides."""
 
-def offload_globs(given: str | Sequence[str], cluster: Cluster) -> tuple[str, ...]:
-    """The globs of the paths of arguments that stay in host memory; none for "none".
+
+def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
+    """What stays in host memory; no globs for "none".
 
     Raises:
         ShardplanError: for a value that is neither.
@@ -18,12 +22,12 @@ def offload_globs(given: str | Sequence[str], cluster: Cluster) -> tuple[str, ..
     if given == "none":
         return ()
     globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
-    if not globs or not all(isinstance(glob, str) for glob in globs):
+    if given != "auto" and (not globs or not all(isinstance(glob, str) for glob in globs)):
         raise ShardplanError(
-            f"unsupported offload={given!r}: use 'none', or a list of globs of argument paths, for example ['opt_state/*']"
+            f"unsupported offload={given!r}: use 'none', 'auto', or a list of globs of argument paths, such as ['opt_state/*']"
         )
     check_host_link(cluster)
-    return globs
+    return globs or "auto"
 
 
 def check_host_link(cluster: Cluster) -> None:
@@ -50,4 +54,4 @@ def read_offload(texts: Sequence[str]) -> str | tuple[str, ...] | None:
     return texts[0] if len(texts) == 1 and texts[0] in _WORDS else tuple(texts)
 
 
-_WORDS = ("none",)
+_WORDS = ("none", "auto")

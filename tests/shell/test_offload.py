@@ -12,7 +12,7 @@ import pytest
 
 import shardplan
 from models import mlp
-from shardplan.errors import ClusterError, OffloadError, ShardplanError
+from shardplan.errors import ClusterError, MemoryLimitError, OffloadError, ShardplanError
 from shardplan.schedule import HostCopy
 from shardplan.schedule.instructions import Barrier, results_of
 from shardplan.verify.verify import verify
@@ -131,3 +131,28 @@ def test_a_new_plan_keeps_what_lies_in_host_memory_and_state_moves_to_it() -> No
     assert kinds(there) == kinds(state)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(there), strict=True):
         assert np.array_equal(np.asarray(before), np.asarray(after))
+
+
+@pytest.mark.quick
+def test_as_little_lies_in_host_memory_as_the_limit_asks_for() -> None:
+    step, args = factory("mlp")(**TINY["mlp"])
+    on = machine("2x4:slow")
+    with pytest.raises(MemoryLimitError) as caught:
+        shardplan.plan(step, *args, cluster=on, donate_argnums=0, memory_limit=64)
+    smallest = caught.value.smallest_bytes
+    plain = shardplan.plan(step, *args, cluster=on, donate_argnums=0, memory_limit=smallest)
+    traced = plain.traced
+    options: dict[str, Any] = {"cluster": on, "donate_argnums": 0, "traced": traced}
+    roomy = shardplan.plan(step, *args, offload="auto", memory_limit=smallest, **options)
+    assert not roomy.data.offloaded, "it fits without"
+    assert roomy.step_time_s == plain.step_time_s
+    with pytest.raises(MemoryLimitError):
+        shardplan.plan(step, *args, memory_limit=smallest - 100, **options)
+    tight = shardplan.plan(step, *args, offload="auto", memory_limit=smallest - 100, **options)
+    assert tight.peak_bytes <= smallest - 100
+    every = shardplan.plan(step, *args, offload=MOMENTS, memory_limit=smallest - 100, **options)
+    assert tight.data.offloaded < every.data.offloaded, "not all have to"
+    assert tight.data.host_s < every.data.host_s
+    with pytest.raises(MemoryLimitError, match="with arguments in host memory") as nothing:
+        shardplan.plan(step, *args, offload="auto", memory_limit=64, **options)
+    assert nothing.value.offloaded

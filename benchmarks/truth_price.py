@@ -177,7 +177,8 @@ def _update_s(session: Session) -> float:
     problem, graph = session.problem, session.graph
     state = {graph.inputs[i] for i in graph.feedback if i is not None}
     updated = (v for v in problem.interior if state.intersection(problem.coarse.variables[v].tensors))
-    return sum(problem.interior_s(v, session.solution.states) for v in updated)
+    states = session.solution.states
+    return sum(problem.interior[v].seconds_at(float(problem.space(v).local[states[v]])) for v in updated)
 
 
 def scheduled_row(row: Row) -> tuple[Scheduled, Session]:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "search/problem/cost_tables.py BIG": "infinity",
     "search/problem/cost_tables.py _PER_SECOND": "a unit",
     "search/problem/cost_tables.py LONGEST_S": "the range of the unit",
+    "planning/host_memory.py _SEARCHES": "parts of a progress bar",
     "schedule/passes/extents.py _MOST_DIMS": "NumPy's limit",
 }
 

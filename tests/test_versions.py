@@ -129,7 +129,15 @@ def test_a_rule_for_other_releases_is_not_registered() -> None:
 
 def test_versions_are_compared_in_one_place() -> None:
     """`shardplan.versions` alone takes versions apart, and these files ask it. A version that is only recorded is no question."""
-    asking = {"__init__.py", "errors.py", "shell/doctor.py", "tdl/describe.py", "tdl/releases.py", "tdl/xla_quirks.py"}
+    asking = {
+        "__init__.py",
+        "errors.py",
+        "shell/agreement.py",
+        "shell/doctor.py",
+        "tdl/describe.py",
+        "tdl/releases.py",
+        "tdl/xla_quirks.py",
+    }
     recording = {"calibrate/profiling.py"}
     found: set[str] = set()
     reading: set[str] = set()

@@ -209,7 +209,9 @@ class MemoryLimitError(ShardplanError):
             limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         remedies = [f"raise the memory limit to {sufficient_limit(smallest_bytes)}", "use more devices"]
-        remedies += [*(["set remat='auto'"] if not rematerialised else []), *(["lift pins"] if held else [])]
+        remedies += ["set remat='auto'"] if not rematerialised else []
+        remedies += ["set offload='auto'"] if not offloaded else []
+        remedies += ["lift pins"] if held else []
         super().__init__(
             ("no plan found in the time budget" if unfinished else "no plan")
             + f" fits in {limit} per device{f' ({origin})' if origin else ''}: the smallest found"

@@ -1,17 +1,19 @@
-"""The pages of the site that teach: every Python block runs, every command parses, and every output shown is what they print.
+"""README.md and the pages of docs/: every Python block runs, every command parses, and every output shown is what they print.
 
 In a page, a fence of the language
 
-- ``python`` runs, in one namespace with those before it; one whose first line is ``# NAME.py`` is written to that file instead;
+- ``python`` runs, in one namespace with those before it, which begins with the page's names in `tests.site_names.GIVEN`; one
+  whose first line is ``# NAME.py`` is written to that file instead, and ``NOT_RUN`` lists those that do not run;
 - ``toml`` is written to the file that its first line names;
 - ``console`` has commands. Those of shardplan parse, and they run where all of the console are cheap;
 - ``text`` is what the fence before it prints, with ``...`` for any text.
 
-Each page runs in a directory of its own, on simulated devices.
+Each page runs in a directory of its own, on simulated devices. Examples with ``>>>`` are doctests (`tests/tdl/test_docs.py`).
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -19,6 +21,8 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +32,19 @@ import pytest
 
 import shardplan
 from shardplan.shell import cli
+from tests.site_names import GIVEN
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = """first_plan reading_a_plan for_fsdp_and_tp clusters memory verifying testing processes papers""".split()
-SLOW = ("memory",)
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+FILES = {page.stem: page for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+SLOW = ("first_plan", "for_fsdp_and_tp", "memory", "pipelines", "reading_a_plan", "replanning", "testing", "verifying")
+"""Pages that take over two seconds. README.md does too, but is read first."""
+NOT_RUN = {
+    ("processes", "jax.distributed.initialize()"): "several processes; tests/emit/trained_by.py has a program of this form",
+    ("accuracy", "jax.shard_map(jnp.sum"): "the program that ends the process under jaxlib 0.11.2",
+    ("tdl", "lambda b, d: Sum("): "an expression of the description language, whose names only `shardplan.tdl` gives",
+}
+"""Python blocks that are not run, by page and text, each with the reason."""
 LONG = ("verify", "compare", "calibrate", "sweep", "place")
 """Commands that take long or start processes: a console that has one only parses. Slow tests run verifications and tests."""
 FENCE = re.compile(r"^```(python|toml|console|text)\n(.*?)^```$", re.M | re.S)
@@ -49,10 +62,18 @@ class Fence:
 
 
 def fences(name: str) -> Iterator[Fence]:
-    page = DOCS / f"{name}.md"
+    page = FILES[name]
     whole = page.read_text(encoding="utf-8")
     for found in FENCE.finditer(whole):
         yield Fence(page, found[1], found[2], whole.count("\n", 0, found.start(2)) + 1)
+
+
+PAGES = [name for name in FILES if any(True for _ in fences(name))]
+
+
+def not_run(fence: Fence) -> list[tuple[str, str]]:
+    """The keys of ``NOT_RUN`` that name this block."""
+    return [(page, text) for page, text in NOT_RUN if page == fence.page.stem and text in fence.text]
 
 
 def shardplan_commands(fence: Fence) -> list[list[str]]:
@@ -67,7 +88,7 @@ def run(fence: Fence, namespace: dict[str, Any]) -> str:
     printed = io.StringIO()
     if written := FILE.match(fence.text):
         Path(written[1]).write_text(fence.text, encoding="utf-8")
-    elif fence.language == "python":
+    elif fence.language == "python" and not not_run(fence):
         # lines before it, so that tracebacks have the lines of the page
         code = compile("\n" * (fence.line - 1) + fence.text, str(fence.page), "exec")
         with contextlib.redirect_stdout(printed):
@@ -94,12 +115,48 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.slow) if p in SLOW else p for p in PAGES])
 def test_a_page_runs(name: str, directory: Path) -> None:
-    printed, namespace = "", {"__name__": "site"}
+    printed, namespace = "", {"__name__": "site", **GIVEN.get(name, dict)()}
     for fence in fences(name):
         if fence.language != "text":
             printed = run(fence, namespace)
         elif not doctest.OutputChecker().check_output(fence.text, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE):
             pytest.fail(f"{fence.page.name}:{fence.line} shows another output than this:\n{printed}")
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_readme_pass(directory: Path, environment: dict[str, str]) -> None:
+    (block,) = (fence for fence in fences("README") if "def test_" in fence.text)
+    given = (
+        "import shardplan\nfrom tests.site_names import step, trained\n\nstate, batch = trained()['state'], trained()['batch']\n"
+    )
+    Path("test_plan.py").write_text(given + block.text, encoding="utf-8")
+    assert_tests_pass(environment)
+
+
+def test_blocks_that_do_not_run_are_there() -> None:
+    assert sorted(key for name in FILES for fence in fences(name) if fence.language == "python" for key in not_run(fence)) == (
+        sorted(NOT_RUN)
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_python_stands_in_fences(name: str) -> None:
+    """An indented block is a command, a text or TOML: Python in it would not run."""
+    text = re.sub(
+        r"^```.*?^```$|^<!-- (?:checked|printed) .*?^<!-- end -->$", "", FILES[name].read_text("utf-8"), flags=re.M | re.S
+    )
+    for block in re.findall(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+", text):
+        assert not is_python(textwrap.dedent(block)), block
+
+
+def is_python(text: str) -> bool:
+    """Whether it parses as Python and not as TOML."""
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        with contextlib.suppress(SyntaxError):
+            return bool(ast.parse(text).body)
+    return False
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -127,6 +184,11 @@ def test_the_tests_of_a_page_pass(directory: Path, environment: dict[str, str]) 
     for fence in fences("testing"):
         if FILE.match(fence.text):
             run(fence, {})
+    assert_tests_pass(environment)
+
+
+def assert_tests_pass(environment: dict[str, str]) -> None:
+    """The two tests in this directory pass, as a user runs them: when they save their plans, and when they compare them."""
     for option in ("--update-plans", "-q"):
         command = [sys.executable, "-m", "pytest", "-p", "shardplan.shell.pytest_plugin", "--shardplan-devices", "8", option]
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)

@@ -23,7 +23,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).parent.parent))  # `models` lies beside the package, and is no part of it
 
 CLUSTER, DEVICES = "2x4", 8
-OPTIONS = {"layers": 1, "width": 256, "sequence": 128, "batch": 128, "vocabulary": 128}
+OPTIONS = {"layers": 1, "width": 256, "sequence": 128, "batch": 64, "vocabulary": 128}
 STEPS = 20
 AGREE = 1e-3
 """Relative: what rounding in another order may do to a loss in this many steps."""

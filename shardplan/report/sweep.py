@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import new_figure, picture_format, rendered
 from shardplan.report.tables import seconds
 
-COST_UNIT = "dollars per million samples"
+Unit = Literal["token", "sample", "step"]
+"""What is counted where plans are compared: the finest of these that every plan's data say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,18 @@ class Point:
         """Tokens of all devices together in a second."""
         return None if self.step_time_s is None or self.tokens is None else self.tokens / self.step_time_s
 
-    @property
-    def cost(self) -> float | None:
-        """Dollars for a million samples."""
-        if self.price is None or not self.samples_per_s:
-            return None
-        return self.price * self.devices / 3600 / self.samples_per_s * 1e6
+    def seconds_per(self, unit: Unit) -> float | None:
+        """Seconds of one step, or of one of its samples or tokens; None where there is no plan or the data do not say."""
+        count = {"token": self.tokens, "sample": self.samples, "step": 1}[unit]
+        return None if self.step_time_s is None or not count else self.step_time_s / count
 
-    @property
-    def json(self) -> dict[str, Any]:
-        """The point as JSON values."""
+    def dollars_per_million(self, unit: Unit) -> float | None:
+        """Dollars for a million tokens, samples or steps; None where no price is known."""
+        each_s = self.seconds_per(unit)
+        return None if self.price is None or each_s is None else self.price * self.devices / 3600 * each_s * 1e6
+
+    def json(self, unit: Unit) -> dict[str, Any]:
+        """The point as JSON values, with its cost in dollars for a million of a unit."""
         return {
             "settings": {name: _plain(value) for name, value in self.settings.items()},
             "devices": self.devices,
@@ -73,7 +76,7 @@ class Point:
             "peak_bytes": self.peak_bytes,
             "memory_limit": self.limit_bytes,
             "fits": self.fits,
-            "cost": self.cost,
+            "cost": self.dollars_per_million(unit),
             "error": self.error,
             "remedy": self.remedy,
             "stopped": self.stopped,
@@ -103,20 +106,29 @@ class Sweep:
         return tuple(p for p in self.points if p.fits)
 
     @property
-    def per_sample(self) -> bool:
-        """Whether points are compared by seconds per sample: if not all have samples, it is by seconds per step."""
-        return all(p.samples is not None for p in self.planned)
+    def unit(self) -> Unit:
+        """What plans are compared by: tokens if all have tokens, else samples if all have samples, else steps."""
+        return next(u for u in get_args(Unit) if all(p.seconds_per(u) is not None for p in self.planned))
+
+    @property
+    def cost_unit(self) -> str:
+        """What costs are given in."""
+        return f"dollars per million {self.unit}s"
+
+    def cost(self, point: Point) -> float | None:
+        """The cost of a point, in `cost_unit`; None where no price is known or there is no plan."""
+        return point.dollars_per_million(self.unit)
 
     @property
     def priced(self) -> bool:
         """Whether points are compared by cost, else by their number of devices."""
-        return all(p.cost is not None for p in self.planned) and bool(self.planned)
+        return all(self.cost(p) is not None for p in self.planned) and bool(self.planned)
 
     def measures(self, point: Point) -> tuple[float, float]:
-        """(seconds per sample or step, cost or devices) of a point with a plan: both are better if smaller."""
-        assert point.step_time_s is not None
-        seconds = point.step_time_s / (point.samples or 1) if self.per_sample else point.step_time_s
-        return seconds, point.cost if self.priced and point.cost is not None else point.devices
+        """(seconds per `unit`, cost or devices) of a point with a plan: both are better if smaller."""
+        each_s, cost = point.seconds_per(self.unit), self.cost(point)
+        assert each_s is not None
+        return each_s, cost if self.priced and cost is not None else point.devices
 
     @property
     def pareto(self) -> tuple[Point, ...]:
@@ -130,7 +142,7 @@ class Sweep:
 
     @property
     def best(self) -> Point | None:
-        """The fastest point, by seconds per sample (or step); of equals the one with the lower cost, or fewer devices."""
+        """The fastest point, by seconds per `unit`; of equals the one with the lower cost, or fewer devices."""
         return min(self.planned, key=self.measures, default=None)
 
     @property
@@ -141,17 +153,17 @@ class Sweep:
     @property
     def json(self) -> dict[str, Any]:
         """The sweep as JSON values; ``best``, ``cheapest`` and ``pareto`` repeat points."""
-        best, cheapest = self.best, self.cheapest
+        best, cheapest, unit = self.best, self.cheapest, self.unit
         return {
             "target": self.target,
             "varied": list(self.varied),
             "total": self.total,
             "samples_from": self.samples_from,
-            "cost_unit": COST_UNIT,
-            "points": [p.json for p in self.points],
-            "best": best.json if best else None,
-            "cheapest": cheapest.json if cheapest else None,
-            "pareto": [p.json for p in self.pareto],
+            "cost_unit": self.cost_unit,
+            "points": [p.json(unit) for p in self.points],
+            "best": best.json(unit) if best else None,
+            "cheapest": cheapest.json(unit) if cheapest else None,
+            "pareto": [p.json(unit) for p in self.pareto],
         }
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -201,8 +213,8 @@ def _picture(sweep: Sweep, suffix: str) -> bytes:
     axes.grid(visible=True, which="both", lw=0.3, color="#dddddd")
     if front:
         axes.legend(fontsize=7, title="Pareto front", title_fontsize=7)
-    axes.set_xlabel(COST_UNIT if sweep.priced else "devices", fontsize=8)
-    axes.set_ylabel(f"seconds per {'sample' if sweep.per_sample else 'step'}", fontsize=8)
+    axes.set_xlabel(sweep.cost_unit if sweep.priced else "devices", fontsize=8)
+    axes.set_ylabel(f"seconds per {sweep.unit}", fontsize=8)
     fastest = f"\nfastest: {settings_text(best.settings)}, step {seconds(best.step_time_s or 0.0)}" if best else ""
     missing = sweep.total - len(sweep.planned)
     axes.set_title(f"{sweep.target}{fastest}" + f"\n{missing} points have no plan" * bool(missing), fontsize=9, loc="left")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.report.sweep import COST_UNIT, Point, Sweep, settings_text
+from shardplan.report.sweep import Point, Sweep, settings_text
 from shardplan.report.tables import seconds, size, table
 
 
@@ -19,9 +19,9 @@ def sweep_text(sweep: Sweep) -> str:
 
 
 def _table(sweep: Sweep) -> str:
-    tokens, cost = any(p.tokens_per_s for p in sweep.points), any(p.cost is not None for p in sweep.points)
+    tokens, cost = any(p.tokens_per_s for p in sweep.points), any(sweep.cost(p) is not None for p in sweep.points)
     headers = ["", *sweep.varied, "devices", "step", "samples/s"]
-    headers += ["tokens/s"] * tokens + ["peak memory", "fits"] + ["$/1e6 samples"] * cost + ["front"]
+    headers += ["tokens/s"] * tokens + ["peak memory", "fits"] + [f"$/1e6 {sweep.unit}s"] * cost + ["front"]
     front, best = sweep.pareto, sweep.best
 
     def row(number: int, point: Point) -> list[object]:
@@ -30,7 +30,7 @@ def _table(sweep: Sweep) -> str:
         cells += [_rate(point.tokens_per_s)] * tokens
         cells += ["-" if point.peak_bytes is None else size(point.peak_bytes)]
         cells += ["refused" if point.error else "yes" if point.fits else "no"]
-        cells += ["-" if point.cost is None else f"{point.cost:.4g}"] * cost
+        cells += ["-" if (dollars := sweep.cost(point)) is None else f"{dollars:.4g}"] * cost
         return [*cells, "best" if point is best else "*" if point in front else ""]
 
     return table(headers, [row(n, p) for n, p in enumerate(sweep.points, 1)])
@@ -44,7 +44,7 @@ def _notes(sweep: Sweep) -> list[str]:
     else:
         notes.append("No argument is a batch: points are compared by seconds per step.")
     if sweep.priced:
-        notes.append(f"Costs are {COST_UNIT}.")
+        notes.append(f"Costs are {sweep.cost_unit}.")
     if any(p.stopped for p in sweep.points):
         notes.append("The search of some points was cut short: their plans may be improved.")
     return notes
@@ -52,7 +52,7 @@ def _notes(sweep: Sweep) -> list[str]:
 
 def _ranking(sweep: Sweep) -> list[str]:
     """The Pareto front, and the best of it."""
-    measure = f"seconds per {'sample' if sweep.per_sample else 'step'}"
+    measure = f"seconds per {sweep.unit}"
     lines = [f"Pareto front of {measure} and {'cost' if sweep.priced else 'devices'}, fastest first:"]
     lines += [f"  {_named(sweep, point)}" for point in sweep.pareto]
     best, cheapest = sweep.best, sweep.cheapest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ def test_the_front_has_what_nothing_beats() -> None:
     sweep = Sweep("it", ("n",), (*points, Point({"n": 6}, 1, error="no")), 7, "x")
     assert [p.settings["n"] for p in sweep.pareto] == [3, 4, 1, 0]
     assert sweep.best is points[3]
+
+
+def test_plans_for_other_sequence_lengths_are_compared_by_tokens() -> None:
+    short, long = (
+        Point({"sequence": n}, 2, step_time_s=t, samples=8, tokens=8 * n, peak_bytes=1, price=3.6)
+        for n, t in ((16, 1.0), (64, 3.0))
+    )
+    sweep = Sweep("it", ("sequence",), (short, long), 2, "batch/tokens")
+    assert sweep.best is sweep.cheapest is long
+    assert sweep.cost(long) == pytest.approx(3.6 * 2 / 3600 * 3.0 / (8 * 64) * 1e6)
+    assert sweep.json["cost_unit"] == "dollars per million tokens"
+    assert "$/1e6 tokens" in sweep_text(sweep)
+    without = Sweep("it", ("sequence",), (short, replace(long, tokens=None)), 2, "batch/tokens")
+    assert without.best is short
+    assert without.json["cost_unit"] == "dollars per million samples"
 
 
 def test_an_interrupt_keeps_the_points_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

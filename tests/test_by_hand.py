@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import pytest
 
 from benchmarks import by_hand
-from benchmarks.by_hand import PLAN, ROWS, judge, main, modelled_s, ours, planned, programs_of
+from benchmarks.by_hand import KEPT, PLAN, ROWS, judge, main, modelled_s, ours, planned, programs_of
 from shardplan.cost.overlap import contended
+from shardplan.report.peak_range import OF_PREDICTED
 
 FIRST, SECOND = list(ROWS)[:2]
 
@@ -147,3 +149,11 @@ def test_unknown_names_are_refused(options: list[str], said: str, capsys: pytest
         main(options)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_likely_peak_is_that_of_the_compiled_plans() -> None:
+    kept = json.loads(KEPT.read_text())
+    ratios = [row[PLAN]["peak"] / row[PLAN]["predicted_peak"] for row in kept.values()]
+    tenths = quantiles(ratios, n=10)
+    assert len(ratios) == 27
+    assert (round(tenths[0], 2), round(tenths[-1], 2)) == OF_PREDICTED

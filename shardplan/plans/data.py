@@ -181,8 +181,12 @@ class PlanData:
     @property
     def host_bytes(self) -> int:
         """Bytes of a device's arguments in host memory."""
+        return self.argument_bytes("pinned_host")
+
+    def argument_bytes(self, memory: MemoryKind) -> int:
+        """Bytes of a device's arguments in one memory, between steps."""
         sizes = [f.size for f in self.factors]
-        own = [a for a in self.arguments if a.memory == "pinned_host"]
+        own = [a for a in self.arguments if a.memory == memory]
         ways = [1 if a.layout is None else math.prod(sizes[f] for f in a.layout.used) for a in own]
         return sum(a.nbytes // n for a, n in zip(own, ways, strict=True))
 

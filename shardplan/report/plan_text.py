@@ -13,6 +13,7 @@ from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
+from shardplan.report.peak_range import peak_range_text
 from shardplan.report.tables import rate, seconds, size, table
 from shardplan.search.strategy.unused_axes import REPEATED
 
@@ -57,6 +58,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
         ("step time", _step_time(plan)),
         ("", bound_text(plan)),
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
+        ("", peak_range_text(plan)),
         *((("", f"memory limit {size(plan.memory_limit)}: {plan.memory_limit_origin}"),) if plan.memory_limit_origin else ()),
         *((("host memory", host_text(plan)),) if plan.offloaded else ()),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),

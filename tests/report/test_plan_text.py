@@ -17,7 +17,9 @@ from shardplan.errors import MemoryLimitError, ShardplanError
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import tried_text
+from shardplan.report.peak_range import likely_peak, peak_range_text
 from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text, verified_text
+from shardplan.report.tables import size
 from shardplan.search.problem.solution import Tried
 
 Golden = Callable[[str, str], None]
@@ -133,6 +135,18 @@ def test_the_text_of_a_comparison_is_the_golden_one(golden: Golden) -> None:
     said = "\n".join([comparison_text([*timed, rows[2]]), "", *measured_order([*timed, rows[2]])])
     golden("report/comparison-timed.txt", said + "\n")
     assert measured_order(rows) == measured_order([timed[0], *rows[1:]]) == []
+
+
+def test_the_likely_peak_holds_the_arguments_and_names_a_limit_that_leaves_room(pinned: Any) -> None:
+    plan = pinned.completed()
+    least, most = likely_peak(plan)
+    assert least == max(plan.argument_bytes("device"), int(0.71 * plan.peak_bytes))
+    assert plan.peak_bytes < most
+    assert "leaves room" not in peak_range_text(plan)
+    tight = replace(plan, memory_limit=plan.peak_bytes)
+    assert f"a memory limit of {size(plan.peak_bytes / 1.18)} leaves room for that" in peak_range_text(tight)
+    held = replace(plan, peak_bytes=plan.argument_bytes("device"))
+    assert likely_peak(held)[0] == plan.argument_bytes("device")
 
 
 def test_what_baselines_do_not_keep_is_said(pinned: Any) -> None:

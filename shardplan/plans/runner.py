@@ -115,6 +115,14 @@ class Leaves:
                 moved[i] = x if in_place else jax.device_put(x, self._shardings[i])
         return moved
 
+    def abstract(self, leaves: Sequence[Any]) -> list[Any]:
+        """The types and shardings of leaves once `placed`, wherever they lie now: a call runs what is compiled for them."""
+        types = [(x, abstract(x), sharding) for x, sharding in zip(leaves, self._shardings, strict=True)]
+        return [
+            x if own is None else jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=sharding, weak_type=own.weak_type)
+            for x, own, sharding in types
+        ]
+
     def _check_leaf(self, i: int, x: Any) -> None:
         found, planned = abstract(x), self._shapes[i]
         if found is None or (found.shape, found.dtype) != (planned.shape, planned.dtype):
@@ -240,8 +248,7 @@ class Runner:
         """The step traced for these arguments (arrays or shapes), to lower or inspect it."""
         leaves, tree = jax.tree.flatten(apart(self._ordered(args, named)))
         trees = Trees(tree, self._checked(leaves, tree))
-        shapes = [x if (shape := abstract(x)) is None else shape for x in leaves]  # wherever the arrays lie
-        return TracedStep(self._flat.trace(*shapes), trees, self._call)
+        return TracedStep(self._flat.trace(*self._fit.abstract(leaves)), trees, self._call)
 
     def traced_programs(self, *args: Any, **named: Any) -> list[Any]:
         """The programs that a step runs, traced: one."""

@@ -8,8 +8,7 @@ last place (of the type that the step reads them in, see `shardplan.verify.pertu
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -22,7 +21,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.hlo.meter import Measured, joined, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
-from shardplan.verify.emitted import Call, emitted
+from shardplan.verify.emitted import emitted
 from shardplan.verify.judge import Largest, Worst
 from shardplan.verify.on_host import drawn, drawn_as_zero, on_host
 from shardplan.verify.one_for_one import UNTOUCHED, Pair, folded, one_for_one
@@ -217,8 +216,9 @@ def _verify(
 
 def _bytes(plan: Runs, sharded: Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
     """The fields of `Verified` about what is sent; under the explicit backend each collective beside its instruction."""
-    jitted, args = sharded.jitted, sharded.arguments(host)
-    measured, peak = _measured(jitted, args, plan.program_runs)
+    programs = _programs(sharded.jitted, sharded.arguments(host))
+    measured = joined([measure(p.text) for p in programs], plan.program_runs)
+    peak = max(p.peak_bytes for p in programs)
     common = {"raw_measured_bytes": float(measured.raw_wire_bytes), "measured_peak_bytes": peak}
     if not explicit:
         planned = plan.collectives_under("specs")
@@ -228,8 +228,8 @@ def _bytes(plan: Runs, sharded: Sharded, host: Sequence[Any], *, explicit: bool)
         }
         return {**common, **sent, "collectives": by_kind(planned, measured)}
     pairs: tuple[Pair, ...] = ()
-    for sends, runs, (text, handed) in zip(plan.program_sends, plan.program_runs, _untouched(jitted, args), strict=True):
-        pairs += tuple(replace(p, times=p.times * runs) for p in folded(one_for_one(sends, text), handed))
+    for sends, runs, program in zip(plan.program_sends, plan.program_runs, programs, strict=True):
+        pairs += tuple(replace(p, times=p.times * runs) for p in _paired(sends, program))
     return {
         **common,
         "predicted_bytes": sum(p.planned_bytes for p in pairs),
@@ -245,7 +245,8 @@ def measured_program(
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     with stand_ins(plan.traced.program, devices):
         args = jax.tree.unflatten(plan.traced.in_tree, plan.traced.in_shapes)
-        return _measured(plan.jit(step, devices, backend), args, plan.program_runs)
+        programs = _programs(plan.jit(step, devices, backend), args)
+    return joined([measure(p.text) for p in programs], plan.program_runs), max(p.peak_bytes for p in programs)
 
 
 def by_kind(planned: Sequence[PlannedCollective], measured: Measured) -> dict[str, Bytes]:
@@ -281,20 +282,30 @@ def _retyped(traced: Traced) -> list[str]:
     return [f"{traced.program.input_paths[i]} ({ways[traced.in_shapes[i].weak_type]})" for i in changed]
 
 
-def _measured(jitted: Any, args: Sequence[Any], runs: Sequence[int]) -> tuple[Measured, int]:
-    """The collectives of all programs of a step, by how often each runs, and the peak bytes of the largest."""
-    measured: list[Measured] = []
-    peaks: list[int] = []
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program of a step: traced, the text of what it is compiled to, and the most bytes that it holds on a device."""
+
+    traced: Any
+    text: str
+    peak_bytes: int
+
+
+def _programs(jitted: Any, args: Sequence[Any]) -> list[_Program]:
+    """The programs of a step. One that has run for such arguments is not compiled again."""
+    found: list[_Program] = []
     for traced in jitted.traced_programs(*args):
         compiled = traced.lower().compile()
-        measured.append(measure(compiled.as_text()))
-        peaks.append(peak_bytes(compiled))
-    return joined(measured, runs), max(peaks)
+        found.append(_Program(traced, compiled.as_text(), peak_bytes(compiled)))
+    return found
 
 
-def _untouched(jitted: Any, args: Sequence[Any]) -> Iterator[tuple[str, Counter[Call]]]:
-    """For each program of a step, its compiled text without the passes that merge or move collectives, and the collectives that
-    XLA was handed.
+def _paired(sends: Sequence[Send], program: _Program) -> tuple[Pair, ...]:
+    """The planned collectives of a program beside the compiled ones. If they differ, it is compiled once more, without the passes
+    that merge or move collectives.
     """
-    for traced in jitted.traced_programs(*args):
-        yield traced.lower().compile(compiler_options=UNTOUCHED).as_text(), emitted(traced.jaxpr.jaxpr)
+    pairs = one_for_one(sends, program.text)
+    if all(p.planned == p.compiled for p in pairs):
+        return pairs
+    untouched = program.traced.lower().compile(compiler_options=UNTOUCHED).as_text()
+    return folded(one_for_one(sends, untouched), emitted(program.traced.jaxpr.jaxpr))

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardplan
+from shardplan import _jax
 
 W, X, Y = jnp.linspace(-1, 1, 32 * 16).reshape(32, 16), jnp.ones((64, 32)), jnp.ones((64, 16))
 
@@ -68,6 +69,20 @@ def test_every_stage_has_the_trees_of_jax_jit(name: str, backend: str, devices: 
     assert ours.memory_analysis().argument_size_in_bytes > 0
     with pytest.raises(AttributeError, match="missing"):
         ours.missing  # noqa: B018
+
+
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
+def test_what_is_compiled_ahead_of_time_is_what_a_call_runs(backend: Any, devices: list[Any]) -> None:
+    step, args = STEPS["trees"]
+    plan = shardplan.plan(step, *args, cluster="2x4")
+    placed = plan.put(args, mesh=plan.mesh(devices))
+    for first, then in ((args, placed), (placed, args)):
+        run = plan.jit(step, devices, backend)
+        before = _jax.programs_compiled()
+        run.lower(*first).compile()
+        run(*placed)
+        run.lower(*then).compile()
+        assert _jax.programs_compiled() - before == 1
 
 
 def _next(stage: Any) -> Any:

@@ -185,7 +185,7 @@ class _Group:
             outer = [s for t in slices if isinstance(s := split.of_outer[t], int)]
             name, made = f"microbatch of group {self.group}", tuple(offset + t for t in slices)
             tasks += [Task(len(pieces), k, _whole(outer), tuple((t, k) for t in made)) for k in range(split.count)]
-            pieces.append(Piece(name, self.group, tuple(outer), made, "slice"))
+            pieces.append(Piece(name, self.group, tuple(outer), made, "slice", kind="forward"))
 
     def _starts(self) -> dict[int, Constant]:
         """What enters the loop as one value everywhere: a literal, or the zeros that an accumulator starts from."""
@@ -235,7 +235,7 @@ class _Group:
             name = f"segment {n} of group {self.group}"
             piece = segment_piece(name, self.group, program, names, self.inner_own, ends, self.replicate)
             number = len(pieces)
-            pieces.append(piece)
+            pieces.append(replace(piece, kind=self.split.kinds[n]))
             for k in range(self.split.count):
                 read = tuple((offset + t, WHOLE if t in whole else k) for t in reads)
                 made = tuple((offset + nexts[t], k + 1) if t in nexts else (offset + t, k) for t in makes)

@@ -2,7 +2,8 @@
 
 The loop over microbatches is taken apart: each group has the part of its body that it runs, and what other groups need of one
 microbatch is sent when it is made. To be planned, the part of a group is a loop again, whose slices are what it receives, and
-whose stacks are what it makes for others: so weights are gathered and gradients reduced once where that pays.
+whose stacks are what it makes for others: so weights are gathered and gradients reduced once where that pays. A stack is as long
+as the microbatches of its value that the group holds at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardplan.dag.pipelines import Kind
 from shardplan.errors import PlacementError
 from shardplan.ir import Op, Operand, Program, Tensor
 from shardplan.regions.assignment import Assignment, Group, free_ops
@@ -25,7 +27,8 @@ MARK = "microbatches"
 class LoopSplit:
     """A step whose loop over microbatches is cut into segments, as are the ops before and after it.
 
-    ``outer`` and ``inner`` are the groups of ops outside of the loop and in its body, by op id.
+    ``outer`` and ``inner`` are the groups of ops outside of the loop and in its body, by op id. The programs that groups plan
+    count ``in_flight`` [groups] microbatches between their forward and backward passes (None: all).
     """
 
     program: Program
@@ -33,6 +36,7 @@ class LoopSplit:
     groups: tuple[Group, ...]
     outer: Mapping[int, int]
     inner: Mapping[int, int]
+    in_flight: tuple[int, ...] | None = None
 
     @property
     def body(self) -> Program:
@@ -87,6 +91,31 @@ class LoopSplit:
         of = {op.id: self.inner[op.id] for op in body.ops if op.id not in free}
         assignment = Assignment(program, self.groups, of, held, everywhere)
         return Split(assignment, segments_of(assignment))
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What each segment of the body computes.
+
+        A segment is "forward" until something comes from a later group, then "backward" if another group waits for it, and
+        "weight" when the group before has what it waits for. In the first group all of the backward pass is "both".
+        """
+        inside, targets = self.inside, dict[int, list[int]]()
+        for m in inside.transfers:
+            targets.setdefault(m.tensor, []).append(m.target)
+        late = {(m.target, m.tensor) for m in inside.transfers if m.source > m.target}
+        served: set[int] = set()  # groups that have sent what the group before waits for
+        found: list[Kind] = []
+        for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
+            group = segment.group
+            waits = any((group, t) in late for t in boundary.reads)
+            late.update((group, t) for t in boundary.makes if waits)
+            readers = [g for t in boundary.makes for g in targets.get(t, ())]
+            if readers or not (waits or group in served):
+                found.append("backward" if waits else "forward")
+            else:
+                found.append("weight" if group in served else "both")
+            served.update({group} if any(g < group for g in readers) else ())
+        return tuple(found)
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[int, ...]]:
@@ -207,7 +236,7 @@ class LoopSplit:
                  for t in split.boundaries[n].makes]  # fmt: skip
         results = tuple(dict.fromkeys((*makes, *outputs)))
         ops = (*before, *((loop,) if body.program.ops else ()), *(op for op in after if op not in before))
-        return self._numbered(ops, (*held, *received), results, stacks), body
+        return self._numbered(group, ops, (*held, *received), results), body
 
     def _ordered(self, inside: Part, group: int) -> Part:
         """The body of a group's loop. It takes values of the whole step, carries, and slices; it gives carries and stacks."""
@@ -229,8 +258,8 @@ class LoopSplit:
         wanted += [t for t in self.loop.tensors if t in self.free]
         return split.with_free(own, wanted)
 
-    def _numbered(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int], stacks: int) -> Part:
-        """A program of these ops with its tensors numbered anew."""
+    def _numbered(self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int]) -> Part:
+        """A program of these ops of a group with its tensors numbered anew."""
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
         paths = dict(zip(self.program.inputs, self.program.input_paths, strict=True))
@@ -242,7 +271,7 @@ class LoopSplit:
             if i is not None and isinstance(t, int)
         }
         program = Program(
-            tensors=tuple(self._tensor(t, n, stacks) for t, n in number.items()),
+            tensors=tuple(replace(self._tensor(t, group), id=n) for t, n in number.items()),
             ops=tuple(
                 replace(
                     op,
@@ -260,11 +289,26 @@ class LoopSplit:
         )
         return Part(program, tensors)
 
-    def _tensor(self, t: int, number: int, stacks: int) -> Tensor:
+    def _tensor(self, t: int, group: int) -> Tensor:
+        """A tensor of a group's program."""
+        stacks = len(self.program.tensors)
         if t < stacks:
-            return replace(self.program.tensors[t], id=number)
+            return self.program.tensors[t]
         own = self.body.tensors[t - stacks]
-        return replace(own, id=number, shape=(self.count, *own.shape))
+        return replace(own, shape=(self._held_at_once(t - stacks, group), *own.shape))
+
+    def _held_at_once(self, t: int, group: int) -> int:
+        """The most microbatches of a value of the body that a group holds at once.
+
+        As many as are in flight, if a later pass reads the value; and one more, if it is received.
+        """
+        if self.in_flight is None:
+            return self.count
+        inside = self.inside
+        own = [(k, b) for k, s, b in zip(self.kinds, inside.segments, inside.boundaries, strict=True) if s.group == group]
+        first = any(kind == "forward" and (t in b.makes or t in b.reads) for kind, b in own)
+        kept = first and any(kind != "forward" and t in b.reads for kind, b in own)
+        return min(self.count, (self.in_flight[group] if kept else 1) + (inside.assignment.at.get(t, group) != group))
 
 
 def loop_of(program: Program) -> Op:

@@ -13,7 +13,7 @@ from shardplan.dag.pipeline_orders import gpipe, one_f_one_b, zb_h1
 from shardplan.dag.pipeline_search import Wanted, best_order
 from shardplan.dag.pipelines import Kind, Pipeline, Seconds, looped
 from shardplan.placement.device_topology import Machine
-from shardplan.regions.tasks import WHOLE, Key, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
 
 class Waiting(NamedTuple):
@@ -111,51 +111,32 @@ class _Stage:
 
 
 def _stages(graph: TaskGraph) -> list[_Stage]:
-    """The groups that run microbatches.
-
-    A piece is "forward" until something comes from a later group, then "backward" if another group waits for it, and "weight"
-    when the group before has what it waits for. In the first group all of the backward pass is "both".
-    """
+    """The groups that run microbatches."""
     runs: dict[int, dict[int, list[int]]] = {}
     for n, task in enumerate(graph.tasks):
         piece = graph.pieces[task.piece]
-        if task.microbatch != WHOLE and not isinstance(piece.own, str):
+        if piece.kind is not None:
             runs.setdefault(piece.group, {}).setdefault(task.microbatch, []).append(n)
-    sent: dict[tuple[int, int], list[int]] = {}
-    for t in graph.transfers:
-        if t.key[1] != WHOLE:
-            sent.setdefault((t.source, t.key[0]), []).append(t.target)
-    late = {(target, t) for (source, t), targets in sent.items() for target in targets if source > target}
     found: list[_Stage] = []
-    for group, own in sorted(runs.items()):
+    for _, own in sorted(runs.items()):
         kinds: dict[int, Kind] = {}
-        back = False  # whether the group before has what it waits for
-        for n in next(iter(own.values())):
-            task = graph.tasks[n]
-            waits = any((group, t) in late for t, _ in task.reads)
-            if waits:
-                late.update((group, t) for t, _ in task.makes)
-            targets = [g for t, _ in task.makes for g in sent.get((group, t), ())]
-            if targets or not (waits or back):
-                kinds[task.piece] = "backward" if waits else "forward"
-            else:
-                kinds[task.piece] = "weight" if back else "both"
-            back = back or any(g < group for g in targets)
-        of: dict[int, Kind] = {n: kinds[graph.tasks[n].piece] for tasks in own.values() for n in tasks}
+        for tasks in own.values():
+            kinds |= {n: kind for n in tasks if (kind := graph.pieces[graph.tasks[n].piece].kind) is not None}
         took: dict[Kind, float] = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "both": 0.0}
-        for piece, kind in kinds.items():
-            took[kind] += graph.pieces[piece].seconds
-        found.append(_Stage(own, of, Seconds(took["forward"], took["backward"] + took["both"], took["weight"])))
+        for n in next(iter(own.values())):
+            took[kinds[n]] += graph.pieces[graph.tasks[n].piece].seconds
+        found.append(_Stage(own, kinds, Seconds(took["forward"], took["backward"] + took["both"], took["weight"])))
     return found
 
 
 def _limited(stages: Sequence[_Stage], waiting: Sequence[Waiting], most: Sequence[int]) -> list[Waiting]:
-    """The first task of a microbatch in a group waits for the last of an earlier one; ``most`` [stages] are in flight."""
+    """The forward pass of a microbatch in a group waits for the last task of an earlier one; ``most`` [stages] are in flight."""
     found = list(waiting)
     for stage, limit in zip(stages, most, strict=True):
         for k, tasks in stage.tasks.items():
-            if k - limit in stage.tasks:
-                found[tasks[0]] = _after(found[tasks[0]], stage.tasks[k - limit][-1])
+            for n in tasks if k >= limit else ():
+                if stage.kinds[n] == "forward":
+                    found[n] = _after(found[n], stage.tasks[k - limit][-1])
     return found
 
 

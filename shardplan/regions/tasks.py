@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.collectives.issued import StepCost
+from shardplan.dag.pipelines import Kind
 from shardplan.ir import Constant, Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.regions.assignment import Group
@@ -39,6 +40,7 @@ class Piece:
 
     "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
     ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it runs.
+    ``kind`` is what a piece of a pipeline computes of a microbatch: "forward" also where it cuts it out.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Piece:
     cost: StepCost | None = None
     start: tuple[Constant, ...] = ()
     inside_bytes: int = 0
+    kind: Kind | None = None
 
     @property
     def seconds(self) -> float:

@@ -229,7 +229,7 @@ class PlacedPlan(PlannedStep):
         """What ended the search of a placement or of a group early ("time budget", "interrupted"; else empty)."""
         return self._data.stopped
 
-    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped, auto: AutoPlacement) -> PlacedPlan:
+    def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped, auto: AutoPlacement | None = None) -> PlacedPlan:
         """This plan, with what it was chosen among (``placements_tried``), what ended that search early, and what was asked."""
         data = self._data
         self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from shardplan.dag.pipeline_orders import one_f_one_b
 from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, ShardplanError
 from shardplan.graph import flatten
 from shardplan.ir import Program
@@ -70,7 +72,7 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
         PlacementError: for a step that names mesh axes.
         MemoryLimitError: if the ops of a group fit its devices in no layout, or those of all groups together do not fit.
     """
-    return _plan(asked, split(assignment), assignment.of, None, origin)
+    return _plan(asked, split(assignment), assignment.of, None, origin)[0]
 
 
 def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
@@ -88,7 +90,38 @@ def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
     loop, groups = loop_of(program), stage_groups(cluster, stages)
     where = stages_of(program, loop, stages, cluster.device, replicate)
     cut = LoopSplit(program, loop, groups, where.outer, where.inner)
-    return _plan(asked, cut, where.outer, where.inner, f"{stages} stages")
+    return _with_fewer_in_flight(asked, cut, f"{stages} stages")
+
+
+def _with_fewer_in_flight(asked: Asked, cut: LoopSplit, origin: str) -> PlacedPlan:
+    """The fastest plan of a pipeline that fits.
+
+    Where memory is short, its stages are also planned for as many microbatches in flight as 1F1B has, and if that does not fit
+    either, for one. The deadline or an interrupt ends this with the best so far.
+
+    Raises:
+        MemoryLimitError: if none fits.
+    """
+    stages, found = len(cut.groups), list[PlacedPlan]()
+    refused: MemoryLimitError | None = None
+    try:
+        for in_flight in (None, one_f_one_b(stages, cut.count).most_held, (1,) * stages):
+            try:
+                plan, short = _plan(asked, replace(cut, in_flight=in_flight), cut.outer, cut.inner, origin)
+            except MemoryLimitError as error:
+                refused = error
+                continue
+            found.append(plan)
+            if not short or plan.stopped or in_flight is not None:
+                break
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        found = [found[0].chosen_among((), "interrupted")]
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda plan: plan.step_time_s)
 
 
 def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
@@ -108,8 +141,13 @@ def _donated(asked: Asked) -> frozenset[int]:
     return frozenset(asked.traced.program.inputs[i] for i in asked.searcher.wanted.donated)
 
 
-def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, int] | None, origin: str) -> PlacedPlan:
-    """The plan of a step with the ops of each group planned together. ``outer`` and ``inner`` as in `PlacedData`."""
+def _plan(
+    asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, int] | None, origin: str
+) -> tuple[PlacedPlan, bool]:
+    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group).
+
+    ``outer`` and ``inner`` as in `PlacedData`.
+    """
     cluster, program = asked.searcher.cluster, asked.traced.program
     groups = cut.groups if isinstance(cut, LoopSplit) else cut.assignment.groups
     made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
@@ -132,7 +170,8 @@ def _plan(asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, 
         stopped=_first_stop(plans),
     )
     sessions = tuple(own.session for own in made)
-    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions)
+    short = any(own.planned.found[1].limit_costs for own in made)
+    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
 
 
 def _first_stop(plans: Sequence[PlanData]) -> Stopped:

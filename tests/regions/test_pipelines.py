@@ -171,6 +171,20 @@ def test_a_plan_counts_the_microbatches_in_flight() -> None:
     assert small.step_time_s > plan.step_time_s
 
 
+def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> None:
+    step, args = mlp.train_step(layers=2, inputs=8, width=64, batch=512)
+    asked: dict[str, Any] = {"cluster": machine("2"), "axes": {"stage": 2}, "microbatches": 8, "donate_argnums": (0,)}
+    free = cast(PlacedPlan, shardplan.plan(step, *args, **asked))
+    limit = free.peak_bytes * 5 // 4
+    assert limit < max(g.peak_bytes for g in free.groups), "all microbatches at once do not fit"
+    plan = cast(PlacedPlan, shardplan.plan(step, *args, **asked, memory_limit=limit))
+    assert max(*plan.held_bytes, plan.peak_bytes) <= limit
+    assert max(g.peak_bytes for g in plan.groups) <= limit
+    assert plan.step_time_s == pytest.approx(free.step_time_s)
+    with pytest.raises(shardplan.MemoryLimitError):
+        shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
+
+
 def test_a_pipeline_of_equal_stages_idles_as_its_formula_says() -> None:
     """The bubble of 1F1B is (S - 1) / (M + S - 1) of the step where stages take equally long and sends take no time."""
     stages, count = 4, 12
@@ -186,9 +200,9 @@ def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[TaskGraph, Ma
     groups = tuple(GroupMesh((g,), cluster, (), {}) for g in range(stages))
     cost = StepCost(issued=(), compute_s=1.0)
     planned: Any = (None, None)
-    forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost) for g in range(stages)]
+    forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost, kind="forward") for g in range(stages)]
     backward = [
-        Piece(f"B{g}", g, (g, *((stages + g + 1,) if g < stages - 1 else ())), (stages + g,), planned, cost)
+        Piece(f"B{g}", g, (g, *((stages + g + 1,) if g < stages - 1 else ())), (stages + g,), planned, cost, kind="backward")
         for g in range(stages)
     ]
     pieces = [p for pair in zip(forward, backward, strict=True) for p in pair]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardplan.graph import Graph, Node
+from shardplan.graph import Node
+from shardplan.graph.attention import weight_tensors
 from shardplan.ir import Collective, Layout, Tensor, Use
 from shardplan.schedule.planned import PlannedProgram
 
@@ -42,8 +43,9 @@ class Tile:
 class Column:
     """One op: the tensors that it reads, a weight first, and the collectives that bring its result into the stored layout.
 
-    ``block`` and ``label`` are the last two words of the weight's path; without a weight, the last word of the op's scope and the
-    primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs it.
+    ``block`` and ``label`` are the last two words of the weight's path; without a weight, the last word of the op's scope, and
+    QK, AV or the primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs
+    it.
     """
 
     block: str
@@ -78,43 +80,20 @@ class Drawing:
 def drawing(plan: PlannedProgram) -> Drawing:
     """The drawing of a plan."""
     graph = plan.graph
-    origins = _origins(graph, frozenset(t for t, layout in enumerate(plan.layouts) if layout is None))
-    columns = [c for node in graph.nodes if (c := _column(plan, node, origins)) is not None]
+    origins = weight_tensors(graph, plan.free)
+    products = plan.product_names
+    columns = [c for node in graph.nodes if (c := _column(plan, node, origins, products.get(node.id))) is not None]
     return Drawing(tuple((f.name, f.size) for f in plan.factors), folded(columns))
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
-def _origins(graph: Graph, free: frozenset[int]) -> Mapping[int, int]:
-    """The tensors that hold one weight (itself, its slice in a loop, a cast, a transpose), each with the number of that input.
+def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int], name: str | None) -> Column | None:
+    """The column of an op; None where it is not drawn: elementwise, backward, no product or lookup, fewer than two tensors.
 
-    Weights are inputs with two dims or more that the step feeds back; where it feeds none back, all such inputs.
+    ``name`` is that of a product without a weight, if it has one.
     """
-    state = {i for i in graph.feedback if i is not None} or set(range(len(graph.inputs)))
-    weight_of = {t: i for i, t in enumerate(graph.inputs) if i in state and len(graph.tensors[t].shape) > 1}
-    entered: dict[int, list[int]] = {}
-    for link in graph.links:
-        if link.target in graph.boundary:
-            entered.setdefault(link.target, []).append(link.source)
-    changed = True
-    while changed:  # bodies may be nested
-        before = len(weight_of)
-        for target, sources in entered.items():
-            if len(sources) == 1 and sources[0] in weight_of:  # a carry has two sources
-                weight_of.setdefault(target, weight_of[sources[0]])
-        for node in graph.nodes:
-            alive = {t for t in node.inputs if t >= 0 and t not in free}
-            if len(alive) == 1 and len(node.outputs) == 1:
-                (t,) = alive
-                if t in weight_of and graph.tensors[t].size == graph.tensors[node.outputs[0]].size:
-                    weight_of.setdefault(node.outputs[0], weight_of[t])
-        changed = len(weight_of) != before
-    return weight_of
-
-
-def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int]) -> Column | None:
-    """The column of an op; None where it is not drawn: elementwise, backward, no product or lookup, fewer than two tensors."""
     use = plan.uses.get(node.id)
     description = node.signature.description
     if use is None or node.backward or node.signature.elementwise or description is None:
@@ -130,7 +109,7 @@ def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int]) -> Col
     order = sorted(slots, key=lambda i: (i != weight, -i if weight is None else i))[:2]
     tiles = tuple(_tile(plan, node, use, i, origins if i == weight else {}) for i in order)
     path = node.op.scope if weight is None else plan.graph.input_paths[origins[node.inputs[weight]]]
-    block, label = _names(path, None if weight is not None else node.op.primitive.replace("_general", ""))
+    block, label = _names(path, None if weight is not None else name or node.op.primitive.replace("_general", ""))
     numbers = tuple(map(int, re.findall(r"\d+", path)))
     return Column(block, label, numbers, tiles, _gives(plan, node, use), max(1, round(node.weight)))
 

@@ -42,7 +42,10 @@ class _Sum:
 
 def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) -> tuple[Part, ...]:
     """The parts of a step, the largest first. They add up to ``serial_s``: what hides behind compute is counted too."""
-    computed = [(node, planned.op_seconds[node.id] * node.weight) for node in planned.graph.nodes]
+    names = planned.product_names
+    computed = [
+        (node, _layer(node, names.get(node.id)), planned.op_seconds[node.id] * node.weight) for node in planned.graph.nodes
+    ]
     homes = _homes(computed)
     sums: dict[tuple[str, str, str], _Sum] = {}
     for layer, source, kind, seconds in (*_computed(computed), *_sent(collectives, homes)):
@@ -53,11 +56,11 @@ def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) 
     return _with_rest(sorted(every, key=lambda p: (-p.seconds, p.layer, p.source, p.kind)))
 
 
-def _computed(computed: Iterable[tuple[Node, float]]) -> Iterator[tuple[str, str, str, float]]:
-    for node, seconds in computed:
+def _computed(computed: Iterable[tuple[Node, str, float]]) -> Iterator[tuple[str, str, str, float]]:
+    for node, layer, seconds in computed:
         if seconds > 0:
             source = str(node.op.source)
-            yield layer_of(node.op.scope) or _function(source), source, BACKWARD if node.backward else FORWARD, seconds
+            yield layer or _function(source), source, BACKWARD if node.backward else FORWARD, seconds
 
 
 def _sent(collectives: Iterable[PlannedCollective], homes: dict[str, str]) -> Iterator[tuple[str, str, str, float]]:
@@ -65,15 +68,22 @@ def _sent(collectives: Iterable[PlannedCollective], homes: dict[str, str]) -> It
         yield homes.get(c.source) or _function(c.source), c.source, c.kind.value, c.seconds * c.times
 
 
-def _homes(computed: Iterable[tuple[Node, float]]) -> dict[str, str]:
+def _homes(computed: Iterable[tuple[Node, str, float]]) -> dict[str, str]:
     """The layer of each source line: that of the op that takes longest there."""
     most: dict[str, tuple[float, str]] = {}
-    for node, seconds in computed:
-        layer = layer_of(node.op.scope)
+    for node, layer, seconds in computed:
         if layer:
             source = str(node.op.source)
             most[source] = max(most.get(source, (-1.0, "")), (seconds, layer))
     return {source: layer for source, (_, layer) in most.items()}
+
+
+def _layer(node: Node, product: str | None) -> str:
+    """The layer of an op; a product of attention is a layer of its own, with its gradients."""
+    layer = layer_of(node.op.scope)
+    if product is None:
+        return layer
+    return f"{layer or _function(str(node.op.source))}/{product.removeprefix('gradient of ')}"
 
 
 def layer_of(scope: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardplan.collectives.reshard import Programs, Resharder
 from shardplan.cost import Network
 from shardplan.graph import Graph, Node
+from shardplan.graph.attention import attention_products, weight_tensors
 from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
 from shardplan.mesh import Cluster
 from shardplan.search.problem.interiors import Inside, moved_bytes
@@ -46,6 +47,16 @@ class PlannedProgram:
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the mesh axes."""
         return tuple(f.size for f in self.factors)
+
+    @property
+    def free(self) -> frozenset[int]:
+        """The tensors that are computed anew where they are read."""
+        return frozenset(t for t, layout in enumerate(self.layouts) if layout is None)
+
+    @property
+    def product_names(self) -> dict[int, str]:
+        """The names of attention's products, by node (`attention_products`)."""
+        return attention_products(self.graph, weight_tensors(self.graph, self.free))
 
 
 def planned_program(

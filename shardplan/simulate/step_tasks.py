@@ -83,6 +83,7 @@ class _Builder:
         self.planned, self.iterations = planned, iterations
         self.seconds = planned.op_seconds
         self.issued = issuer(planned)
+        self.products = planned.product_names
         network = planned.programs.resharder.network
         assert isinstance(network, Network)
         levels, self.device = network.cluster.levels, network.cluster.device
@@ -160,7 +161,7 @@ class _Builder:
         waits = self.joined((*waits, *halos))
         seconds, task = self.seconds[node.id], NONE
         if seconds > 0:
-            label = self.label(Label(node.op.primitive, str(node.op.source)))
+            label = self.label(Label(self.products.get(node.id, node.op.primitive), str(node.op.source)))
             task = self.all.task(seconds, 0, label, waits)
             self.all.read(roots, task)
             waits = (task,)

@@ -53,7 +53,7 @@ def test_a_weight_is_drawn_as_its_argument_lies(plan: Plan, drawn: Drawing) -> N
 
 
 def test_every_layer_is_drawn_once_and_equal_layers_are_folded(drawn: Drawing) -> None:
-    layer = ["qkv", "dot", "dot", "out", "up", "down"]
+    layer = ["qkv", "QK", "AV", "out", "up", "down"]
     assert [c.label for c in unfolded(drawn.runs)] == ["embedding", *layer * 3, "head"]
     assert max(run.times for run in drawn.runs) == 3
 

@@ -1,34 +1,22 @@
-"""What changed from one plan to another, as values and in words."""
+"""What changed from one plan to another, and why as far as their files say, as values; `diff_text` has the words."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardplan.ir import spec_text
-from shardplan.plans.data import PlanData
-from shardplan.report.paths import apart, grouped
-from shardplan.report.tables import seconds, size, table
+from shardplan.plans.files import AnyData
+from shardplan.report.diff_reasons import explained, reasons
+from shardplan.report.diff_views import View, view
+from shardplan.report.paths import Group, grouped
 
-_SHOWN = 12
-"""The most rows of collectives that are shown; the last line counts all."""
 _ROUNDING = 1e-9
 """The part by which equal figures may differ."""
 
 _ASKED = ("memory_limit", "objective", "time_model", "pins", "fixed_axes", "one_choice", "replicate", "time_budget_s")
-_RUN = ("backend", "microbatches", "remat", "donate_argnums")
-_FIGURES = {
-    "step_time_s": seconds,
-    "compute_s": seconds,
-    "communication_s": seconds,
-    "host_s": seconds,
-    "communication_bytes": size,
-    "peak_bytes": size,
-    "host_bytes": size,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +34,43 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What arguments cost a device under one plan: the bytes that it holds of them, the seconds of the collectives that move
+    them, their gradients or their updates in a step, and those of these seconds that nothing hides. ``why`` is what the plan's
+    file says on the layout of the first of them.
+    """
+
+    held_bytes: int
+    communication_s: float
+    exposed_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Arguments of the pattern ``name``, all with one layout before and another after, and what they cost together."""
+
+    name: str
+    before: str
+    after: str
+    costs: tuple[Cost, Cost]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        costs = {when: asdict(cost) for when, cost in zip(("before", "after"), self.costs, strict=True)}
+        return {"name": self.name, "before": self.before, "after": self.after, "costs": costs}
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """Collectives of equal kind, axes and costs under both plans: the arrays that they move, their seconds and wire bytes a step.
 
-    ``count`` is the number of arrays under the pattern ``tensor``; seconds and bytes are of all of them together.
+    ``count`` is the number of arrays under the pattern ``tensor``; seconds and bytes are of all of them together. ``group`` is
+    the group of devices that they belong to, if there are groups.
     """
 
+    group: int | None
     kind: str
     axes: tuple[str, ...]
     tensor: str
@@ -62,7 +81,7 @@ class Sent:
     @property
     def json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        own = {"kind": self.kind, "axes": list(self.axes), "tensor": self.tensor, "count": self.count}
+        own = {"group": self.group, "kind": self.kind, "axes": list(self.axes), "tensor": self.tensor, "count": self.count}
         return own | {
             when: {"seconds": found[0], "wire_bytes": found[1]}
             for when, found in (("before", self.before), ("after", self.after))
@@ -71,70 +90,85 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """All changes. ``program``: arguments added, removed or reshaped, and operators. ``asked`` has the options that differ; all
-    other fields say what was planned. ``inside``: ops or values between arguments and results are cut otherwise.
+    """All changes. ``program``: arguments added, removed or reshaped, and operators. ``asked`` has the options that differ,
+    ``reasons`` what else explains that the plans do; all other fields say what was planned. ``inside``: ops or values between
+    arguments and results are cut otherwise; ``other_groups``: so many ops run on other groups of devices.
     """
 
     program: tuple[Change, ...]
     other_program: bool
     asked: tuple[Change, ...]
+    reasons: tuple[Change, ...]
     machine: tuple[Change, ...]
-    layouts: tuple[Change, ...]
+    layouts: tuple[Moved, ...]
     results: tuple[Change, ...]
     inside: bool
+    other_groups: int
     figures: tuple[Change, ...]
     collectives: tuple[Sent, ...]
 
     @property
     def alike(self) -> bool:
         """Whether both plan the same, whatever they were asked for."""
-        changes = (self.other_program, self.machine, self.layouts, self.results, self.inside, self.figures, self.collectives)
-        return not any(changes)
+        changes = (self.other_program, self.machine, self.layouts, self.results, self.inside, self.other_groups, self.figures)
+        return not any((*changes, self.collectives))
 
     @property
     def json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        lists = ("program", "asked", "machine", "layouts", "results", "figures", "collectives")
+        lists = ("program", "asked", "reasons", "machine", "layouts", "results", "figures", "collectives")
         return {
             "alike": self.alike,
             "other_program": self.other_program,
             "inside": self.inside,
+            "other_groups": self.other_groups,
             **{name: [change.json for change in getattr(self, name)] for name in lists},
         }
 
 
-def plan_diff(a: PlanData, b: PlanData) -> PlanDiff:
-    """What changed from ``a`` to ``b``, whose fingerprints are known."""
-    assert None not in (a.fingerprint, b.fingerprint)
-    machine = [] if a.cluster.fingerprint() == b.cluster.fingerprint() else [Change("cluster", a.cluster.name, b.cluster.name)]
+def plan_diff(before: AnyData, after: AnyData) -> PlanDiff:
+    """What changed from one plan to another, whose fingerprints are known."""
+    assert None not in (before.fingerprint, after.fingerprint)
+    a, b = view(before), view(after)
+    same = before.fingerprint == after.fingerprint
+    machine = [] if before.cluster.fingerprint() == after.cluster.fingerprint() else [("cluster", before.cluster, after.cluster)]
     return PlanDiff(
         program=tuple(_program(a, b)),
-        other_program=a.fingerprint != b.fingerprint,
-        asked=tuple(_fields(a, b, _ASKED)),
-        machine=(*machine, *_fields(a, b, ("axes", *_RUN))),
-        layouts=tuple(_layouts([x.path for x in a.arguments], _specs(a), [x.path for x in b.arguments], _specs(b))),
-        results=tuple(_layouts(a.result_paths, _result_specs(a), b.result_paths, _result_specs(b))),
-        inside=a.fingerprint == b.fingerprint and a.choices != b.choices,
-        figures=tuple(c for c in _fields(a, b, tuple(_FIGURES)) if not math.isclose(c.before, c.after, rel_tol=_ROUNDING)),
+        other_program=not same,
+        asked=tuple(_fields(a.asked, b.asked, _ASKED)),
+        reasons=tuple(Change(*pair) for pair in reasons(a, b)),
+        machine=(*(Change(name, x.name, y.name) for name, x, y in machine), *_machine(a, b)),
+        layouts=tuple(_moved(a, b)),
+        results=tuple(_changed(_common(a.results, b.results), _common(b.results, a.results))),
+        inside=same and [part.plan.choices for part in a.parts] != [part.plan.choices for part in b.parts],
+        other_groups=sum(group != b.op_groups.get(op, group) for op, group in a.op_groups.items()) if same else 0,
+        figures=tuple(c for c in _differing(a.figures, b.figures) if not _close(c.before, c.after)),
         collectives=tuple(_collectives(a, b)),
     )
 
 
-def _program(a: PlanData, b: PlanData) -> Iterator[Change]:
+def _program(a: View, b: View) -> Iterator[Change]:
     """The arguments and the number of operators that differ; the same arguments share a row."""
-    kinds = [
-        dict(zip(apart(x.path for x in p.arguments), [f"{x.dtype}{list(x.shape)}" for x in p.arguments], strict=True))
-        for p in (a, b)
-    ]
-    yield from _grouped(*kinds)
-    yield from _fields(a, b, ("operators",))
+    yield from _changed(a.types, b.types)
+    if len(a.parts) == len(b.parts) == 1:
+        yield from _fields(a.asked, b.asked, ("operators",))
 
 
-def _fields(a: PlanData, b: PlanData, names: Sequence[str]) -> Iterator[Change]:
-    for name in names:
-        before, after = getattr(a, name), getattr(b, name)
-        if before != after or (name == "axes" and list(before) != list(after)):
-            yield Change(name, _value(before), _value(after))
+def _machine(a: View, b: View) -> Iterator[Change]:
+    yield from _differing(a.machine, b.machine)
+    if a.order != b.order and sorted(a.order) == sorted(b.order):
+        yield Change("order of the schedule", "as planned", "another")
+
+
+def _fields(a: Any, b: Any, names: Sequence[str]) -> Iterator[Change]:
+    yield from _differing(*({name: getattr(plan, name) for name in names} for plan in (a, b)))
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Change]:
+    """What differs by name."""
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            yield Change(name, _value(a.get(name)), _value(b.get(name)))
 
 
 def _value(value: Any) -> Any:
@@ -142,127 +176,71 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
-def _specs(plan: PlanData) -> list[str]:
-    names = tuple(plan.axes)
-    return [spec_text(x.layout.entries(names) if x.layout else ()) for x in plan.arguments]
+def _close(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and math.isclose(before, after, rel_tol=_ROUNDING)
 
 
-def _result_specs(plan: PlanData) -> list[str]:
-    names = tuple(plan.axes)
-    return [spec_text(layout.entries(names) if layout else ()) for layout in plan.result_layouts]
+def _common(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    return {path: text for path, text in own.items() if path in other}
 
 
-def _layouts(before: Sequence[str], old: Sequence[str], after: Sequence[str], new: Sequence[str]) -> list[Change]:
-    """The paths that both plans have with other specs."""
-    a, b = dict(zip(apart(before), old, strict=True)), dict(zip(apart(after), new, strict=True))
-    common = [path for path in a if path in b]
-    return _grouped({path: a[path] for path in common}, {path: b[path] for path in common})
-
-
-def _grouped(a: Mapping[str, str], b: Mapping[str, str]) -> list[Change]:
+def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> list[Change]:
     """What differs by path; equal changes of paths that differ in numbers or names share a row."""
+    return [Change(g.pattern, a.get(g.paths[0]), b.get(g.paths[0])) for g in _groups(a, b)]
+
+
+def _groups(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[Group, ...]:
     changed: dict[str, Hashable] = {p: (a.get(p), b.get(p)) for p in dict.fromkeys([*a, *b]) if a.get(p) != b.get(p)}
-    return [Change(g.pattern, a.get(g.paths[0]), b.get(g.paths[0])) for g in grouped(changed)]
+    return grouped(changed)
 
 
-def _collectives(a: PlanData, b: PlanData) -> list[Sent]:
+def _moved(a: View, b: View) -> Iterator[Moved]:
+    """The arguments that both plans have in other layouts."""
+    old, new = _common(a.specs, b.specs), _common(b.specs, a.specs)
+    for group in _groups(old, new):
+        first = group.paths[0]
+        costs = (_cost(a, group.paths), _cost(b, group.paths))
+        yield Moved(group.pattern, old[first], new[first], costs)
+
+
+def _cost(own: View, paths: Sequence[str]) -> Cost:
+    return Cost(own.held_bytes(paths), *own.moving(frozenset(paths)), explained(own, paths[0]))
+
+
+_Key = tuple[int | None, str, tuple[str, ...], str]
+"""The group, kind, axes and array of collectives."""
+
+
+def _collectives(a: View, b: View) -> list[Sent]:
     """The collectives that differ, those with the largest change of seconds first; equal ones share a row."""
     sent = [_sent(a), _sent(b)]
-    rows: dict[tuple[str, tuple[str, ...], tuple[float, float], tuple[float, float]], dict[str, Hashable]] = {}
+    rows: dict[tuple[int | None, str, tuple[str, ...], tuple[float, float], tuple[float, float]], dict[str, Hashable]] = {}
     for key in dict.fromkeys([*sent[0], *sent[1]]):
         before, after = (own.get(key, (0.0, 0.0)) for own in sent)
         if not all(math.isclose(x, y, rel_tol=_ROUNDING) for x, y in zip(before, after, strict=True)):
-            kind, axes, tensor = key
-            rows.setdefault((kind, axes, before, after), {})[tensor] = None
+            group, kind, axes, tensor = key
+            rows.setdefault((group, kind, axes, before, after), {})[tensor] = None
     found: list[Sent] = []
-    for (kind, axes, before, after), tensors in rows.items():
+    for (group, kind, axes, before, after), tensors in rows.items():
         for g in grouped(tensors):
             n = len(g.paths)
-            found.append(Sent(kind, axes, g.pattern, n, (before[0] * n, before[1] * n), (after[0] * n, after[1] * n)))
-    return sorted(found, key=lambda s: (-abs(s.after[0] - s.before[0]), s.kind, s.axes, s.tensor))
+            own = (before[0] * n, before[1] * n), (after[0] * n, after[1] * n)
+            found.append(Sent(group, kind, axes, g.pattern, n, *own))
+    return sorted(found, key=lambda s: (-abs(s.after[0] - s.before[0]), s.kind, s.axes, s.tensor, s.group or 0))
 
 
-def _sent(plan: PlanData) -> dict[tuple[str, tuple[str, ...], str], tuple[float, float]]:
-    """Seconds and wire bytes of a step, by kind, axes and array; a value without a name has the function that makes it."""
-    found: dict[tuple[str, tuple[str, ...], str], tuple[float, float]] = {}
-    for c in plan.collectives:
-        key = (str(c.kind), c.axes, f"value of {_function(c.source)}" if c.tensor.startswith("value ") else c.tensor)
-        own = found.get(key, (0.0, 0.0))
-        found[key] = own[0] + c.seconds * c.times, own[1] + c.wire_bytes * c.times
+def _sent(own: View) -> dict[_Key, tuple[float, float]]:
+    """Seconds and wire bytes of a step, by group, kind, axes and array; a value without a name has the function that makes it."""
+    found: dict[_Key, tuple[float, float]] = {}
+    for part in own.parts:
+        for c in part.plan.collectives:
+            tensor = f"value of {_function(c.source)}" if c.tensor.startswith("value ") else c.tensor
+            key = (part.group, str(c.kind), c.axes, tensor)
+            before = found.get(key, (0.0, 0.0))
+            found[key] = before[0] + c.seconds * c.times, before[1] + c.wire_bytes * c.times
     return found
 
 
 def _function(source: str) -> str:
     """A source line without folder and number, which differ between checkouts: ``model.py (Block.__call__)``."""
     return re.sub(r":\d+", "", source.rpartition("/")[2], count=1)
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
-
-
-def diff_text(diff: PlanDiff, names: tuple[str, str]) -> str:
-    """The changes in words; ``names`` are those of the plans' files."""
-    if diff.alike:
-        head = f"{names[0]} and {names[1]} plan alike"
-        return "\n".join([head, *(f"  asked for another {_pair(c)}, with the same plan" for c in diff.asked)])
-    parts = [f"{names[0]} and {names[1]} plan differently"]
-    if diff.other_program:
-        parts.append(
-            "\n".join(["They are plans of different programs:", *map(_program_text, diff.program), *_same_program(diff)])
-        )
-    parts += _section("Asked for", diff.asked) + _section("Machine and program", diff.machine)
-    parts += _section("Layouts of arguments, and of the results that replace them", diff.layouts)
-    replaced = {_below(c) for c in diff.layouts}
-    parts += _section("Layouts of other results", [c for c in diff.results if _below(c) not in replaced])
-    if diff.inside:
-        parts.append("Operators or values between arguments and results are cut otherwise.")
-    if diff.figures:
-        rows = [[c.name, *(_FIGURES[c.name](x) for x in (c.before, c.after)), _ratio(c.before, c.after)] for c in diff.figures]
-        parts.append("Figures of one step, per device\n\n" + table(["", names[0], names[1], "change"], rows, align="lrrr"))
-    if diff.collectives:
-        parts.append("Collectives, by how much they change\n\n" + _collectives_text(diff.collectives, names))
-    return "\n\n".join(parts)
-
-
-def _same_program(diff: PlanDiff) -> list[str]:
-    return [] if diff.program else ["  the arguments and the number of operators agree, the operators do not"]
-
-
-def _program_text(change: Change) -> str:
-    if change.before is None:
-        return f"  {change.name} {change.after} is new"
-    if change.after is None:
-        return f"  {change.name} {change.before} is gone"
-    return f"  {_pair(change)}"
-
-
-def _section(title: str, changes: Sequence[Change]) -> list[str]:
-    return ["\n".join([title, *(f"  {_pair(c)}" for c in changes)])] if changes else []
-
-
-def _pair(change: Change) -> str:
-    return f"{change.name}: {change.before} -> {change.after}"
-
-
-def _below(change: Change) -> tuple[str, Any, Any]:
-    """The change of a layout, by its path below the argument or the place in the result."""
-    return change.name.partition("/")[2], change.before, change.after
-
-
-def _ratio(before: float, after: float) -> str:
-    return f"{after / before - 1:+.1%}" if before else "new"
-
-
-def _collectives_text(rows: Sequence[Sent], names: tuple[str, str]) -> str:
-    shown = [
-        [f"{r.kind} over {' x '.join(r.axes)}", r.tensor, seconds(r.before[0]), seconds(r.after[0]), _signed(r)]
-        for r in rows[:_SHOWN]
-    ]
-    more = sum(r.after[0] - r.before[0] for r in rows)
-    total = f"all {len(rows)} changes: {'+' if more >= 0 else ''}{seconds(more)}"
-    return table(["collective", "array", names[0], names[1], "change"], shown, align="llrrr") + f"\n{total}"
-
-
-def _signed(row: Sent) -> str:
-    more = row.after[0] - row.before[0]
-    return f"{'+' if more >= 0 else ''}{seconds(more)}"

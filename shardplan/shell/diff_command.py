@@ -17,8 +17,9 @@ def add_diff_command(commands: Any) -> None:
 
 
 def _diff(options: argparse.Namespace) -> Report:
-    from shardplan.plans.files import read
-    from shardplan.report.plan_diff import diff_text, plan_diff
+    from shardplan.plans.files import read_any
+    from shardplan.report.diff_text import diff_text
+    from shardplan.report.plan_diff import plan_diff
 
-    found = plan_diff(read(options.before), read(options.after))
+    found = plan_diff(read_any(options.before), read_any(options.after))
     return Report(diff_text(found, (options.before, options.after)), found.json, passed=found.alike)

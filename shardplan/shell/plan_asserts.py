@@ -11,10 +11,11 @@ from pathlib import Path
 from shardplan.collectives.issued import PlannedCollective
 from shardplan.errors import PlanFileError, ShardplanError, nearest
 from shardplan.ir import Collective
-from shardplan.plans.files import read
+from shardplan.plans.files import read_any
 from shardplan.plans.fingerprint import fingerprint
+from shardplan.report.diff_text import diff_text
 from shardplan.report.peak_text import peak_lines
-from shardplan.report.plan_diff import diff_text, plan_diff
+from shardplan.report.plan_diff import plan_diff
 from shardplan.report.tables import size, table
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.plan_of_step import Plan
@@ -82,13 +83,8 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
     Raises:
         AssertionError: with what changed, or if there is no such file.
         PlanFileError: for a file that is no plan of this release.
-        ShardplanError: for a plan with groups of devices, which is not compared with a file.
     """
     __tracebackhide__ = True
-    if isinstance(plan, PlacedPlan):
-        raise ShardplanError(
-            "a plan with groups of devices is not compared with a file: compare its specs_by_path and collectives"
-        )
     path = Path(file)
     if update:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +93,7 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
     if not path.exists():
         raise AssertionError(f"there is no saved plan {path}: save it with pytest --update-plans, or plan.save({str(path)!r})")
     try:
-        saved = read(path)
+        saved = read_any(path)
     except PlanFileError as error:
         raise PlanFileError(f"{error}; pytest --update-plans saves the plan of today") from error
     found = plan_diff(saved, replace(plan.data, fingerprint=fingerprint(plan.traced, numbers=False)))

@@ -14,7 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.plans.data import PlanData
-from shardplan.report.plan_diff import diff_text, plan_diff
+from shardplan.report.diff_text import diff_text
+from shardplan.report.plan_diff import plan_diff
+from shardplan.report.tables import size
+from shardplan.search.problem.solution import Tried
 from shardplan.shell.cli import main
 
 
@@ -95,6 +98,68 @@ def test_another_program_is_named_first(plain: PlanData) -> None:
 def test_another_cluster_or_backend_is_named(plain: PlanData) -> None:
     found = plan_diff(plain, replace(planned(cluster="4x2"), backend="specs"))
     assert [c.name for c in found.machine] == ["cluster", "axes", "backend"]
+    assert ("levels", "node=2 x gpu=4", "node=4 x gpu=2") in [(c.name, c.before, c.after) for c in found.reasons]
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_layout_has_its_costs_and_what_the_files_say_of_it(plain: PlanData, pinned: PlanData) -> None:
+    kernels = plan_diff(plain, pinned).layouts[0]
+    before, after = kernels.costs
+    assert (before.held_bytes, after.held_bytes) == (3 * 64 * 64 * 4, 3 * 16 * 64 * 4)
+    moving = [c for c in pinned.collectives if any("kernel" in name for name in (c.tensor, *c.along))]
+    assert after.communication_s == pytest.approx(sum(c.seconds * c.times for c in moving))
+    assert 0 < after.exposed_s <= after.communication_s
+    assert before.communication_s == before.exposed_s == 0
+    assert after.why == "the pin 'state/*' = P('gpu') fixes it"
+    assert before.why.startswith("runner-up ")
+    text = diff_text(plan_diff(plain, pinned), ("a", "b"))
+    assert (
+        "\n    b: the pin 'state/*' = P('gpu') fixes it\n    a device holds 48.0 KiB -> 12.0 KiB; collectives that move " in text
+    )
+
+
+def reasons_of(a: PlanData, b: PlanData) -> dict[str, tuple[Any, Any]]:
+    return {c.name: (c.before, c.after) for c in plan_diff(a, b).reasons}
+
+
+def test_a_memory_limit_that_binds_is_a_reason(plain: PlanData) -> None:
+    """Whether it makes the search's plan slower, or only lies below what the other plan needs."""
+    binding = replace(plain, memory_limit=2**20, unlimited_s=plain.searched_s / 2)
+    (before, after) = reasons_of(plain, binding)["memory limit"]
+    assert before.endswith("GiB does not bind")
+    assert after.startswith("1.00 MiB binds: it makes the search's best ")
+    assert reasons_of(plain, replace(plain, memory_limit=16)) == {
+        "memory limit": (before, f"16 B, less than the {size(plain.peak_bytes)} of the other plan")
+    }
+    assert reasons_of(plain, replace(plain, memory_limit=plain.memory_limit - 1)) == {}
+
+
+def test_links_prices_factors_and_constants_are_reasons(pinned: PlanData) -> None:
+    node, gpu = pinned.cluster.levels
+    cluster = replace(pinned.cluster, levels=(replace(node, bandwidth_bytes_per_s=node.bandwidth_bytes_per_s / 2), gpu))
+    dearer = tuple(replace(c, seconds=2 * c.seconds) for c in pinned.collectives)
+    found = reasons_of(pinned, replace(pinned, cluster=cluster, collectives=dearer))
+    assert found.pop("links of node, bandwidth_bytes_per_s") == ("200 GB/s", "100 GB/s")
+    assert found
+    assert all(name.startswith("price of ") and "over gpu 4" in name for name in found)
+
+    other = (replace(pinned.factors[0], name="node0"), *pinned.factors[1:])
+    tried = (Tried(other, 1e-3, True, None), *pinned.tried)
+    before, after = reasons_of(replace(pinned, tried=tried), replace(pinned, factors=other))["factors"]
+    assert before.endswith("searched node0=2 x gpu=4 too, at 1.00 ms")
+    assert after.startswith("node0=2 x gpu=4 (")
+
+    constants = {**pinned.constants, "model_error": "0.5"}
+    assert reasons_of(pinned, replace(pinned, constants=constants)) == {
+        "constant model_error": (pinned.constants["model_error"], "0.5")
+    }
+
+
+def test_where_the_files_hold_no_reason_the_text_says_so(pinned: PlanData) -> None:
+    changed = replace(pinned, arguments=(replace(pinned.arguments[0], layout=None), *pinned.arguments[1:]))
+    assert "The files hold no reason: " in diff_text(plan_diff(pinned, changed), ("a", "b"))
 
 
 def test_the_command_exits_with_one_where_plans_differ(
@@ -115,8 +180,9 @@ def test_the_command_exits_with_one_where_plans_differ(
     assert code == 1
     content = json.loads(out)
     assert content["alike"] is False
-    assert content["layouts"][0] == {"name": "state/layers/{0..2}/kernel", "before": "P()", "after": "P('gpu')"}
-    assert {"kind", "axes", "tensor", "count", "before", "after"} == set(content["collectives"][0])
+    first = content["layouts"][0]
+    assert (first["name"], first["before"], first["after"]) == ("state/layers/{0..2}/kernel", "P()", "P('gpu')")
+    assert {"group", "kind", "axes", "tensor", "count", "before", "after"} == set(content["collectives"][0])
     assert run("diff", "a.json", "b.json")[:2] == (1, diff_text(plan_diff(plain, pinned), ("a.json", "b.json")) + "\n")
     code, out, err = run("diff", "a.json", "c.json")
     assert (code, out, err.count("\n")) == (2, "", 1)

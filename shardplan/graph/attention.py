@@ -71,7 +71,7 @@ def attention_products(graph: Graph, weights: Container[int]) -> dict[int, str]:
     return _Namer(graph, weights).names()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Namer:
     """What is known while the nodes are walked in the order of the step: scores by tensor, and the products found by node."""
 

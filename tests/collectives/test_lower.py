@@ -70,7 +70,7 @@ def test_the_hierarchies_are_many():
     assert (len(depths), depths.count(3)) == (73, 5)
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 10))])
 def test_programs_equal_psum(part: int):
     """Two hundred drawn by seed, twenty a part; integers, so exactly; sizes that do not divide."""
     draw = random.Random(part)
@@ -124,7 +124,7 @@ def test_wrong_groups_are_refused_and_give_wrong_numbers():
     laying = Laying((("a",), ("b",)), (2, 2), (((0, 2, 1),), ((1, 2, 1),)))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     variants: list[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]] = []
-    for program in random.Random(0).sample([p for p in synthesize(2) if len(p.steps) < 5], 6):
+    for program in random.Random(0).sample([p for p in synthesize(2) if len(p.steps) < 5], 4):
         steps = tuple((s.collective, groups(shape, s)) for s in program.steps)
         for i, (kind, among) in enumerate(steps):
             variants.append(steps[:i] + steps[i + 1 :])
@@ -152,7 +152,7 @@ def test_wrong_groups_are_refused_and_give_wrong_numbers():
 
     x = np.random.default_rng(1).integers(1, 1000, (4, 8)).astype(np.int32)
     refused = [steps for right, steps in judged if not right and steps]
-    assert len(refused) > 15
+    assert len(refused) > 10
     for steps in refused:
         assert not numbers(steps), steps
 

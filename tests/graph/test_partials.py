@@ -251,7 +251,7 @@ MEETINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
+@pytest.mark.parametrize("cluster", ["2x4", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("8", "2x2x2"))])
 @pytest.mark.parametrize("step", MEETINGS, ids=lambda f: f.__name__.strip("_"))
 def test_terms_are_added_up_to_what_they_are_terms_of(devices: list[Any], step: Any, cluster: str) -> None:
     rng = np.random.default_rng(0)

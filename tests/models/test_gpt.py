@@ -25,7 +25,13 @@ SMALL_IMAGES = {"layers": 1, "width": 16, "heads": 2, "image": 8, "patch": 4, "b
 
 
 @pytest.mark.parametrize(
-    ("module", "options"), [(gpt, TINY), (gpt_linen, TINY), (llama, {**TINY, "key_heads": 1, "inner": 24}), (vit, SMALL_IMAGES)]
+    ("module", "options"),
+    [
+        (gpt, TINY),
+        pytest.param(gpt_linen, TINY, marks=pytest.mark.slow),
+        pytest.param(llama, {**TINY, "key_heads": 1, "inner": 24}, marks=pytest.mark.slow),
+        pytest.param(vit, SMALL_IMAGES, marks=pytest.mark.slow),
+    ],
 )
 def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module, options):
     step, args = module.train_step(**options, concrete=True)
@@ -38,7 +44,8 @@ def test_accumulated_microbatches_give_the_step_of_the_whole_batch(module, optio
     assert any("mu" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(whole))
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_kept_products_are_not_made_again_and_change_no_result(scan):
     steps, products = [], []
     for remat in (False, "products", True):

@@ -188,7 +188,9 @@ def test_pairs_that_are_told_apart_cost_nothing_and_equal_ones_the_logarithm_of_
     ("module", "options", "keys"),
     [
         (gpt.GPT, {"options_type": GPTOptions, "heads": 2, "dropout": 0.2}, [jax.random.key(1)]),
-        (moe.MoE, {"options_type": moe.MoEOptions, "layers": 2, "heads": 4, "key_heads": 2}, []),
+        pytest.param(
+            moe.MoE, {"options_type": moe.MoEOptions, "layers": 2, "heads": 4, "key_heads": 2}, [], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_scanned_and_unrolled_nnx_blocks_are_one_function_of_one_seed(module, options, keys):

@@ -25,7 +25,7 @@ def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
     assert found.passed, found
 
 
-LONG = ("gpt", "llama", "moe")
+LONG = ("gpt", "llama", "moe", "rnn")
 """The partitioner takes longest to compile these; the explicit backend runs them among the quick tests."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardplan.ir import spec_text
@@ -51,10 +52,17 @@ def array_rows(plan: PlanData, session: Session) -> tuple[ArrayRow, ...]:
     groups = grouped({a.path: (a.shape, a.dtype, a.layout) for a in plan.arguments})
     others = _Others(plan, session)
     reasons = explain_groups(plan, session, groups)
-    return tuple(_row(plan, arguments, g, others, why) for g, why in zip(groups, reasons, strict=True))
+    return tuple(_row(plan, arguments, g, others.of(g.paths[0]), why) for g, why in zip(groups, reasons, strict=True))
 
 
-def _row(plan: PlanData, arguments: dict[str, Argument], group: Group, others: _Others, why: str) -> ArrayRow:
+def explained_rows(plan: PlanData, paths: Iterable[str], explanations: Mapping[str, str]) -> tuple[ArrayRow, ...]:
+    """Some arguments, folded as `array_rows` does, with the explanations that a plan's file has; without other layouts."""
+    arguments = {a.path: a for a in plan.arguments}
+    groups = grouped({p: (arguments[p].shape, arguments[p].dtype, arguments[p].layout) for p in paths})
+    return tuple(_row(plan, arguments, g, (), explanations.get(g.paths[0], "")) for g in groups)
+
+
+def _row(plan: PlanData, arguments: Mapping[str, Argument], group: Group, others: tuple[OtherLayout, ...], why: str) -> ArrayRow:
     one = arguments[group.paths[0]]
     cuts = one.layout.dims if one.layout is not None else ((),) * len(one.shape)
     nbytes = sum(arguments[path].nbytes for path in group.paths)
@@ -69,7 +77,7 @@ def _row(plan: PlanData, arguments: dict[str, Argument], group: Group, others: _
         cuts=cuts,
         nbytes=nbytes,
         device_bytes=nbytes / ways,
-        others=others.of(one.path),
+        others=others,
         why=why,
     )
 

@@ -10,6 +10,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from shardplan.mesh import Cluster
 from shardplan.mesh.machine import Level
 from shardplan.planning.losses import Loss
 from shardplan.plans.data import PlanData
@@ -28,8 +29,8 @@ from shardplan.schedule import PlannedProgram
 from shardplan.search.session import Session
 from shardplan.simulate.figures import Simulated
 
-_PARTS = ("page.css", "page.js", "cluster.js", "tables.js", "charts.js")
-"""The files in ``page/`` that ``page.html`` takes in."""
+_SCRIPTS = ("page.js", "tables.js", "charts.js")
+"""The files in ``page/`` that draw pages of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ def page_data(
         title=title or "the step",
         facts=tuple(plan_facts(plan, title or "the step")),
         figures=_figures(plan),
-        cluster=_cluster(plan),
+        cluster=machine_values(plan.cluster),
         matrix={**plan.matrix, "words": purposes_text(plan)},
-        axes=_axes(plan),
+        axes=axis_values(plan),
         arrays=array_rows(plan, session),
         parts=parts_of(planned, plan.collectives),
         memory=memory_curve(session),
@@ -76,15 +77,18 @@ def page_data(
 
 def page(data: PageData, plan: PlanData) -> str:
     """The page as text. Readers without JavaScript get the plan as `plan_text` prints it."""
-    parts = {name: _part(name) for name in _PARTS}
+    return filled_page(f"{data.title} on {plan.cluster.name}", asdict(data), plan_text(plan, title=data.title), "cluster.js")
+
+
+def filled_page(heading: str, data: Mapping[str, Any], words: str, script: str) -> str:
+    """The page that shows ``data`` by a script of its own beside `_SCRIPTS`; readers without JavaScript get the ``words``."""
     text = _part("page.html")
-    style, script = parts.pop("page.css"), "\n".join(parts.values())
     for mark, content in (
-        ("TITLE", escape(f"{data.title} on {plan.cluster.name}: shardplan")),
-        ("STYLE", style),
-        ("TEXT", escape(plan_text(plan, title=data.title))),
-        ("SCRIPT", script),
-        ("DATA", script_json(asdict(data))),
+        ("TITLE", escape(f"{heading}: shardplan")),
+        ("STYLE", _part("page.css")),
+        ("TEXT", escape(words)),
+        ("SCRIPT", "\n".join(map(_part, (*_SCRIPTS, script)))),
+        ("DATA", script_json(data)),
     ):
         head, found, tail = text.partition(f"<!--{mark}-->")
         assert found, f"page.html has no place for {mark}"
@@ -128,9 +132,8 @@ def _figures_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("name", "step_time_s", "communication_bytes", "peak_bytes", "fits")}
 
 
-def _cluster(plan: PlanData) -> dict[str, Any]:
+def machine_values(cluster: Cluster) -> dict[str, Any]:
     """The machine: its levels, slowest first."""
-    cluster = plan.cluster
     return {
         "name": cluster.name,
         "device": cluster.device.name,
@@ -143,7 +146,7 @@ def _level(level: Level) -> dict[str, Any]:
     return {"name": level.name, "size": level.size, "link": f"{rate(level.bandwidth_bytes_per_s)} {level.kind}"}
 
 
-def _axes(plan: PlanData) -> tuple[dict[str, Any], ...]:
+def axis_values(plan: PlanData) -> tuple[dict[str, Any], ...]:
     """The mesh axes, slowest first, each with its level and what it is for."""
     return tuple(
         {"name": f.name, "size": f.size, "level": f.level, "purpose": shares[0][0], "shares": list(shares)}

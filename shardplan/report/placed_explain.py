@@ -126,7 +126,7 @@ def _sources(ops: Sequence[Op]) -> list[str]:
     """The source lines of the forward and of the backward pass, first to last."""
     found: list[str] = []
     for backward in (False, True):
-        lines = list(dict.fromkeys(str(op.source) for op in ops if op.backward == backward and op.source != "?"))
+        lines = [line for line in dict.fromkeys(str(op.source) for op in ops if op.backward == backward) if line != "?"]
         if lines:
             between = lines[0] if len(lines) == 1 else f"{lines[0]} to {lines[-1]}"
             found.append(f"the {'backward' if backward else 'forward'} pass of {between}")

@@ -33,7 +33,7 @@ from shardplan.shell.place_command import add_place_command
 from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
-from shardplan.shell.target_plan import add_saved_plan, may_be_on_groups, simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, simulated_devices, target_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +73,11 @@ def _plan(options: argparse.Namespace) -> Report:
     from shardplan.report.json import plan_json
     from shardplan.report.placed_text import placed_json, placed_text
     from shardplan.report.plan_text import plan_text
-    from shardplan.shell.placed_plan import NO_PAGE, PlacedPlan
+    from shardplan.shell.placed_plan import PlacedPlan
 
     check_outputs({"-o": options.output, "--draw": options.draw, "--html": options.html}, options)
     if options.draw is not None:
         picture_format(options.draw)  # refuses a wrong suffix before the search
-    if options.html is not None and may_be_on_groups(options):
-        raise ShardplanError(NO_PAGE)
     made, _, _ = target_plan(options)
     if isinstance(made, PlacedPlan):
         figures = made.figures(options.target)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
@@ -23,7 +24,7 @@ from shardplan.ir import Backend, Microbatches
 from shardplan.mesh import Cluster
 from shardplan.mesh.devices import build_mesh, cluster_devices
 from shardplan.plans.data import PlanData, TimeModel, TriedPlacement
-from shardplan.plans.files import plan_file, save
+from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.placed_data import AutoPlacement, PlacedData
 from shardplan.plans.placed_runner import PlacedRunner
@@ -44,11 +45,6 @@ from shardplan.shell.planned_step import PlannedStep
 
 ONE_PROGRAM = (
     "the overlap and contention of a simulation are those of one program, and groups of devices run several: leave them out"
-)
-
-NO_PAGE = (
-    "a plan with groups of devices has no HTML page: use plan.explain(), plan.draw(file) or plan.simulate() (shardplan plan "
-    "--draw, shardplan simulate), or plan with placement='one'"
 )
 
 
@@ -254,13 +250,22 @@ class PlacedPlan(PlannedStep):
         """The step, what each group runs and holds, and where arguments lie."""
         return placed_text(self.figures(title))
 
-    def html(self, file: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """Refused: there is no page for plans with groups of devices.
+    def html(self, file: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
+        """The plan as one HTML page that needs no network; with a ``file``, it is written there too, whole or not at all.
+
+        The page has the groups with their devices, which source lines each runs, when each program and transfer runs and where
+        groups wait, how each group's arrays lie, and its collectives.
 
         Raises:
-            ShardplanError: always.
+            ShardplanError: if the file cannot be written.
         """
-        raise ShardplanError(NO_PAGE)
+        from shardplan.report.placed_page import placed_page  # it is seldom asked for
+
+        figures = self.figures(title or "the step")
+        text = placed_page(self._whole(), self.placed, self.simulate(), figures, self.memory_limit)
+        if file is not None:
+            write_whole(Path(file), text)
+        return text
 
     # -- words and files ---------------------------------------------------------------------------------------------
 

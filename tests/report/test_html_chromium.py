@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from collections.abc import Callable
-from html import escape
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,31 +14,11 @@ from models import gpt
 from shardplan.report.tables import seconds, size
 from shardplan.shell.plan_of_step import Plan
 from tests.machines import machine
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=4000 --window-size=1600,1000 --dump-dom"
-).split()
+from tests.report.pages import CHROMIUM, WIDE, Probe
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
 
 HOSTILE = "<img src=x onerror=document.body.dataset.hacked=1>"
-
-Probe = Callable[..., Any]
-
-
-class _Body(HTMLParser):
-    """The attributes of a page's body."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.attributes: dict[str, str | None] = {}
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "body":
-            self.attributes = dict(attrs)
 
 
 @pytest.fixture(scope="module")
@@ -56,44 +30,6 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def text(plan: Plan) -> str:
     return plan.html(title="gpt")
-
-
-@pytest.fixture
-def probe(tmp_path: Path) -> Probe:
-    """``probe(page, script, width)`` -> what the script returns in the browser; faults of the page fail the test."""
-
-    def run(page: str, script: str, width: int = 1280) -> Any:
-        assert CHROMIUM is not None
-        listens = "<script>window.faults = []; addEventListener('error', (e) => faults.push(e.message))</script>"
-        asks = (
-            "<script>addEventListener('load', () => { let said; "
-            f"try {{ said = (() => {{ {script} }})(); }} catch (error) {{ faults.push(String(error)); }} "
-            "parent.document.body.dataset.probe = JSON.stringify({ faults, said }); })</script>"
-        )
-        head, found, tail = page.rpartition("</body>")
-        assert found
-        inner = head.replace("<head>", "<head>" + listens, 1) + asks + found + tail
-        # in a frame of its own: windows are no narrower than 500 pixels
-        frame = f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{escape(inner)}"></iframe>'
-        file = tmp_path / "page.html"
-        file.write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{frame}</body>", encoding="utf-8")
-        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        answer = _Body(done.stdout).attributes.get("data-probe")
-        assert answer is not None, done.stderr[-2000:]
-        found_in_page = json.loads(answer)
-        assert found_in_page["faults"] == []
-        return found_in_page.get("said")
-
-    return run
-
-
-WIDE = """
-  const wide = [...document.querySelectorAll("body *")].filter((e) => !e.closest(".wide, .skip, svg"))
-    .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + "." + e.className);
-  return {ready: document.body.dataset.ready, width: innerWidth, scroll: document.documentElement.scrollWidth, wide,
-    sections: [...document.querySelectorAll("section")].map((s) => [s.id, s.getBoundingClientRect().height])};
-"""
 
 
 @pytest.mark.parametrize("width", [1280, 390])

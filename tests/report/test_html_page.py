@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +24,9 @@ from shardplan.report.plan_text import best_baseline
 from shardplan.search.memory.liveness import whole_bytes
 from shardplan.shell.plan_of_step import Plan
 from tests.machines import machine
+from tests.report.pages import Parsed, assert_needs_no_network
 
 HOSTILE = "<script>document.title='changed'</script>&<img src=x onerror=alert(1)>"
-
-
-class Parsed(HTMLParser):
-    """The elements of a page, and the text of its scripts."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.styles: list[str] = []
-        self.noscript: list[str] = []
-        self._inside: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside.append(tag)
-        if tag in ("script", "style"):
-            (self.scripts if tag == "script" else self.styles).append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._inside and self._inside.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self._inside and self._inside[-1] == "script":
-            self.scripts[-1] += data
-        elif self._inside and self._inside[-1] == "style":
-            self.styles[-1] += data
-        elif "noscript" in self._inside:
-            self.noscript.append(data)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The JSON in the page."""
-        return json.loads(self.scripts[0])
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +46,6 @@ def data(text: str) -> dict[str, Any]:
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
-
-
-def assert_needs_no_network(text: str) -> None:
-    page = Parsed(text)
-    for tag, attributes in page.elements:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "source", "video"), tag
-        assert "src" not in attributes, (tag, attributes)
-        assert (attributes.get("href") or "#").startswith("#"), (tag, attributes)
-    assert "@import" not in text
-    assert text.count("http") == text.count("http://www.w3.org/2000/svg") + text.count("http-equiv")
-    policy = next(a["content"] for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
 
 
 def test_a_page_is_one_file_that_needs_no_network(text: str) -> None:

@@ -82,11 +82,6 @@ def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callab
     [
         (["plan", *MLP, "--axes", "stage=2"], "2 stages take turns with one microbatch"),
         (
-            ["plan", *MLP, "--axes", "stage=2", "--microbatches", "4", "--html", "plan.html"],
-            "has no HTML page: use plan.explain()",
-        ),
-        (["plan", *MLP, "--placement", "auto", "--html", "plan.html"], "has no HTML page: use plan.explain()"),
-        (
             ["simulate", *MLP, "--axes", "stage=2", "--microbatches", "4", "--no-overlap"],
             "overlap and contention of a simulation",
         ),

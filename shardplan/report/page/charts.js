@@ -280,6 +280,16 @@ function memoryMarks(curve, limit, top, width, h, x, y) {
 
 function timeline(data) {
   const shown = data.timeline;
+  const how = shown.whole ? "Each bar is a task." : "Each bar is a column of time, as high as the stream is busy in it, named by the task that takes most of it.";
+  const about = `One step as simulated: ${seconds(shown.step_time_s)}, ${count(shown.tasks, "task")}; ${seconds(shown.exposed_s)} of communication without compute beside it. All devices run alike. ${how}`;
+  const legend = kindLegend(["forward compute", "reduce-scatter", "all-reduce"], "streams");
+  ["computes", "sends beside compute", "sends alone (exposed)"].forEach((words, i) => legend.children[i].lastChild.replaceWith(words));
+  return section("timeline", "Timeline", about, legend, timelineChart(data), exposedTable(shown));
+}
+
+/** The chart of a timeline, with buttons and keys that zoom and move. */
+function timelineChart(data) {
+  const shown = data.timeline;
   const readout = el("p", { class: "readout" }, "Point at a bar. Go to the chart with Tab: + and - zoom, the arrow keys move.");
   const view = { from: 0, to: shown.step_time_s };
   const box = chart((width) => reads(drawTimeline(data, view, width), readout));
@@ -302,11 +312,7 @@ function timeline(data) {
   };
   const tools = el("div", { class: "tools" }, button("in", "+", "Zoom in"), button("out", "\u2212", "Zoom out"), button("left", "\u25C0", "Earlier"),
     button("right", "\u25B6", "Later"), button("all", "whole step", "Show the whole step"));
-  const how = shown.whole ? "Each bar is a task." : "Each bar is a column of time, as high as the stream is busy in it, named by the task that takes most of it.";
-  const about = `One step as simulated: ${seconds(shown.step_time_s)}, ${count(shown.tasks, "task")}; ${seconds(shown.exposed_s)} of communication without compute beside it. All devices run alike. ${how}`;
-  const legend = kindLegend(["forward compute", "reduce-scatter", "all-reduce"], "streams");
-  ["computes", "sends beside compute", "sends alone (exposed)"].forEach((words, i) => legend.children[i].lastChild.replaceWith(words));
-  return section("timeline", "Timeline", about, legend, tools, box, readout, exposedTable(shown));
+  return [tools, box, readout];
 }
 
 function exposedTable(shown) {
@@ -360,7 +366,7 @@ function lane(shown, stream, row, view, x) {
     if (end < view.from || start > view.to) return;
     const [left, right] = [x(Math.max(start, view.from)), x(Math.min(end, view.to))];
     const words = shown.labels[stream.label[i]];
-    const alone = stream.exposed[i] > 0 ? `, exposed in ${percent(stream.exposed[i], stream.busy[i])} of it` : "";
+    const alone = stream.exposed?.[i] > 0 ? `, exposed in ${percent(stream.exposed[i], stream.busy[i])} of it` : "";
     const tip = `${words}: from ${seconds(start)}, ${seconds(stream.seconds[i])}${alone}`;
     const bar = (from, to, kind) => {
       if (to <= from) return;
@@ -369,7 +375,8 @@ function lane(shown, stream, row, view, x) {
       made.push(searchable(svg("rect", { ...place, class: "bar", fill: `var(${colour})` }), "bars", words, false));
       if (pattern && right - left > 3) made.push(svg("rect", { ...place, fill: `url(#time-${pattern})` }));
     };
-    if (!stream.communicates) bar(0, stream.busy[i], "forward compute");
+    if (stream.kinds) bar(0, 1, stream.kinds[i]); // a program or a transfer of a plan with groups
+    else if (!stream.communicates) bar(0, stream.busy[i], "forward compute");
     else {
       bar(0, stream.exposed[i], "all-reduce");
       bar(stream.exposed[i], stream.busy[i], "reduce-scatter");

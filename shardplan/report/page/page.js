@@ -106,7 +106,7 @@ const PURPOSE_COLOURS = {
 const KINDS = {
   "forward compute": ["--blue", ""], "backward compute": ["--sky", "dots"], "all-gather": ["--orange", "rising"],
   "reduce-scatter": ["--green", "falling"], "all-reduce": ["--red", "crossed"], "all-to-all": ["--purple", "level"],
-  "collective-permute": ["--yellow", "upright"],
+  "collective-permute": ["--yellow", "upright"], update: ["--green", "falling"], transfer: ["--orange", "rising"], bubble: ["--panel", "dots"],
 };
 
 function axisColour(number) {
@@ -182,26 +182,34 @@ function card(name, value, note, extra) {
 function summary(data) {
   const f = data.figures;
   const best = f.best_baseline;
-  const share = Math.min(100, (100 * f.peak_bytes) / f.memory_limit);
   const cards = [
     card("Step time", seconds(f.step_time_s), `compute ${seconds(f.compute_s)}, exposed communication ${seconds(f.exposed_s)}`),
     card("Sent by a device", size(f.communication_bytes), `in ${seconds(f.communication_s)} of a step`),
     card("Peak memory of a device", size(f.peak_bytes), `${percent(f.peak_bytes, f.memory_limit)} of ${size(f.memory_limit)}`,
-      el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width: ${share}%` }))),
+      meter((100 * f.peak_bytes) / f.memory_limit)),
     card("Cluster", data.cluster.name, `${count(data.cluster.devices, "device")}, ${data.cluster.device}`),
     best
       ? card("Best baseline", `${(best.step_time_s / f.step_time_s).toFixed(2)}x`, `${best.name}: ${seconds(best.step_time_s)}`)
       : card("Best baseline", "-", "no baseline fits"),
   ];
-  const facts = el("dl", {}, data.facts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]).flat());
-  return section("summary", "Summary", "", el("div", { class: "cards" }, cards), facts);
+  return section("summary", "Summary", "", el("div", { class: "cards" }, cards), factList(data));
+}
+
+function factList(data) {
+  return el("dl", {}, data.facts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]).flat());
+}
+
+function meter(share) {
+  return el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width: ${Math.min(100, share)}%` }));
 }
 
 function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   document.getElementById("title").textContent = `${data.title} on ${data.cluster.name}`;
-  const sections = [summary, cluster, arrays, treemap, memory, collectives, baselines, timeline];
-  document.getElementById("main").append(...sections.map((make) => make(data)));
+  const sections = data.groups
+    ? [groupSummary, groups, groupTimeline, lines, groupArrays, groupCollectives, placements]
+    : [summary, cluster, arrays, treemap, memory, collectives, baselines, timeline];
+  document.getElementById("main").append(...sections.flatMap((make) => make(data) ?? []));
   listenToSearch();
   drawAll();
   if (/^#\w+$/.test(location.hash)) document.querySelector(location.hash)?.scrollIntoView(); // it was not there when the page was loaded

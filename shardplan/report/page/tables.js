@@ -47,9 +47,26 @@ function foldRows(body, rows) {
 
 function arrays(data) {
   const { axes, own } = data;
-  const legend = el("ul", { class: "legend" }, axes.map((axis, i) =>
+  const columns = arrayColumns(axes);
+  if (own) columns.push({ name: "yours", by: (a) => own.specs[a.first] ?? "", cell: (a) => path(own.specs[a.first] ?? "whole") });
+  const about = "Equal arrays share a row, so equal layers are folded; open a row for the reasons. The cost of another layout is that of " +
+    "the same plan with this one layout changed and all others held: seconds more in a step.";
+  return section("arrays", "Arrays", about, axisLegend(axes), table("Arrays", columns, data.arrays, (a) => arrayText(a, axes), "arrays"));
+}
+
+function axisLegend(axes) {
+  return el("ul", { class: "legend" }, axes.map((axis, i) =>
     el("li", {}, svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, cutLine(i, 0, 6, 22, 6)), `cut over ${axis.name} (${axis.size}), for ${axis.purpose}`)));
-  const columns = [
+}
+
+/** What the search looks through of an array. */
+function arrayText(a, axes) {
+  const cutBy = a.cuts.flat().map((i) => axes[i].name).join(" ");
+  return [a.pattern, a.first, a.spec, a.dtype, a.shape.join("x"), cutBy, a.why].join(" ");
+}
+
+function arrayColumns(axes) {
+  return [
     { name: "array", kind: "words", by: (a) => a.pattern, cell: (a) => arrayName(a) },
     { name: "how it is cut", kind: "cut", cell: (a) => [glyph(a), " ", shapeOf(a, axes)] },
     { name: "spec", by: (a) => a.spec, cell: (a) => path(a.spec) },
@@ -58,12 +75,6 @@ function arrays(data) {
     { name: "next-best layout", cell: (a) => (a.others.length ? path(a.others[0].spec) : "no other") },
     { name: "would cost", number: true, by: (a) => a.others[0]?.more_s ?? Infinity, cell: (a) => costOf(a.others[0]) },
   ];
-  if (own) columns.push({ name: "yours", by: (a) => own.specs[a.first] ?? "", cell: (a) => path(own.specs[a.first] ?? "whole") });
-  const cutBy = (a) => a.cuts.flat().map((i) => axes[i].name).join(" ");
-  const text = (a) => [a.pattern, a.first, a.spec, a.dtype, a.shape.join("x"), cutBy(a), a.why].join(" ");
-  const about = "Equal arrays share a row, so equal layers are folded; open a row for the reasons. The cost of another layout is that of " +
-    "the same plan with this one layout changed and all others held: seconds more in a step.";
-  return section("arrays", "Arrays", about, legend, table("Arrays", columns, data.arrays, text, "arrays"));
 }
 
 function arrayName(a) {
@@ -111,10 +122,18 @@ function glyph(a) {
 // -- collectives -----------------------------------------------------------------------------------------------------------
 
 function collectives(data) {
-  const total = data.figures.communication_s;
+  const f = data.figures;
+  const about = data.collectives.length
+    ? `A device sends ${size(f.communication_bytes)} in a step, in ${seconds(f.communication_s)}, of which ${seconds(f.exposed_s)} cannot hide behind compute. Equal collectives of equal layers share a row.`
+    : "Nothing is communicated: every device works on its own.";
+  return section("collectives", "Collectives", about, collectiveTable("Collectives", data.collectives, data.axes, f.communication_s));
+}
+
+function collectiveTable(label, rows, axes, total) {
+  if (!rows.length) return null;
   const columns = [
     { name: "collective", by: (c) => c.kind, cell: (c) => [kindChip(c.kind), c.program ? el("div", { class: "about" }, c.program) : null] },
-    { name: "over", kind: "over", by: (c) => c.axes.join(), cell: (c) => c.axes.map((name) => axisNamed(data.axes, name)) },
+    { name: "over", kind: "over", by: (c) => c.axes.join(), cell: (c) => c.axes.map((name) => axisNamed(axes, name)) },
     { name: "times", number: true, by: (c) => c.times, cell: (c) => String(Number(c.times.toPrecision(6))) },
     { name: "bytes of one", number: true, by: (c) => c.nbytes, cell: (c) => size(c.nbytes) },
     { name: "sent in a step", number: true, by: (c) => c.wire_bytes, cell: (c) => size(c.wire_bytes) },
@@ -124,11 +143,7 @@ function collectives(data) {
     { name: "moves", kind: "words", by: (c) => c.arrays[0] ?? "", cell: (c) => namesOf(c.arrays) },
   ];
   const text = (c) => [c.kind, c.axes.join(" "), c.program, c.source, ...c.arrays].join(" ");
-  const f = data.figures;
-  const about = data.collectives.length
-    ? `A device sends ${size(f.communication_bytes)} in a step, in ${seconds(f.communication_s)}, of which ${seconds(f.exposed_s)} cannot hide behind compute. Equal collectives of equal layers share a row.`
-    : "Nothing is communicated: every device works on its own.";
-  return section("collectives", "Collectives", about, data.collectives.length ? table("Collectives", columns, data.collectives, text, "collectives") : null);
+  return table(label, columns, rows, text, "collectives");
 }
 
 function namesOf(names) {

@@ -1,4 +1,4 @@
-"""Plans with groups of devices are compared like plans on all devices."""
+"""Plans with groups of devices are compared like plans on all devices, and have an HTML page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 
 import shardplan
 from models import mlp
+from shardplan.ir import spec_text
 from shardplan.plans.placed_data import PlacedData
 from shardplan.report.diff_text import diff_text
+from shardplan.report.placed_page import _joined
 from shardplan.report.plan_diff import PlanDiff, plan_diff
 from shardplan.shell.cli import main
 from shardplan.testing import assert_plan_unchanged
+from tests.report.pages import CHROMIUM, WIDE, Parsed, Probe, assert_needs_no_network
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +97,71 @@ def test_the_command_and_the_assertion_take_groups(
     assert json.loads(capsys.readouterr().out)["machine"][0]["name"] == "order of the schedule"
     with pytest.raises(AssertionError, match="order of the schedule"):
         assert_plan_unchanged(pipeline, "b.json")
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(pipeline: shardplan.PlacedPlan) -> str:
+    return pipeline.html(title="mlp")
+
+
+@pytest.fixture(scope="module")
+def shown(text: str) -> dict[str, Any]:
+    return Parsed(text).data
+
+
+def test_the_page_is_one_file_that_needs_no_network(pipeline: shardplan.PlacedPlan, text: str, tmp_path: Path) -> None:
+    assert_needs_no_network(text)
+    assert "<!--" not in text
+    assert "2 groups of devices" in "".join(Parsed(text).noscript)
+    assert pipeline.html(tmp_path / "plan.html", title="mlp") == text == (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_figures_and_arrays_of_the_plan(pipeline: shardplan.PlacedPlan, shown: dict[str, Any]) -> None:
+    figures = shown["figures"]
+    for name in ("step_time_s", "peak_bytes", "transfer_bytes", "memory_limit"):
+        assert figures[name] == getattr(pipeline, name)
+    assert [tuple(g["devices"]) for g in shown["groups"]] == list(pipeline.devices)
+    for group in shown["groups"]:
+        assert group["busy_s"] + group["wait_s"] == pytest.approx(pipeline.step_time_s)
+        assert group["why"].startswith(f"group {group['number']}, devices ")
+        held = [path for path, n in pipeline.group_of.items() if n == group["number"]]
+        assert sum(row["count"] for row in group["arrays"]) == len(held)
+        assert all(row["spec"] == spec_text(pipeline.specs_by_path[row["first"]]) for row in group["arrays"])
+
+
+def test_the_page_says_where_each_line_runs(data: PlacedData, shown: dict[str, Any]) -> None:
+    assert data.inner is not None
+    placed = len(data.outer) + len(data.inner)
+    assert sum(row["forward"] + row["backward"] for row in shown["lines"]) <= placed
+    assert {row["group"] for row in shown["lines"] if "mlp.py" in row["source"]} == {0, 1}
+
+
+def test_bars_and_bubbles_of_a_group_fill_the_step(pipeline: shardplan.PlacedPlan, shown: dict[str, Any]) -> None:
+    step_s = pipeline.step_time_s
+    for number, row in enumerate(shown["timeline"]["streams"][: len(pipeline.groups)]):
+        assert row["busy_s"] == pytest.approx(pipeline.placed.dispatch.busy_s(pipeline.placed.graph, number))
+        assert sum(row["seconds"]) == pytest.approx(step_s, rel=1e-2)
+        assert "bubble" in row["kinds"]
+    kinds = {kind for row in shown["timeline"]["streams"] for kind in row["kinds"]}
+    assert kinds == {"forward compute", "backward compute", "update", "transfer", "bubble"}
+
+
+def test_rows_of_many_bars_are_joined_where_gaps_cannot_be_seen() -> None:
+    bars = [(float(n), n + 0.999, ("forward compute", "update")[n >= 3000], n) for n in range(4000)]
+    found = _joined(bars, 4000.0, 7)
+    assert found == [(0.0, 2999.999, "forward compute", 7), (3000.0, 3999.999, "update", 7)]
+    assert _joined(bars[:100], 100.0, 7) == bars[:100]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_draws_all_sections(probe: Probe, text: str, width: int) -> None:
+    said = probe(text, WIDE, width)
+    assert (said["ready"], said["wide"]) == ("yes", [])
+    assert said["scroll"] <= width
+    names = [name for name, _ in said["sections"]]
+    assert names == ["summary", "groups", "timeline", "lines", "arrays", "collectives"]
+    assert all(height > 80 for _, height in said["sections"])

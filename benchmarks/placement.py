@@ -1,7 +1,7 @@
 """Seconds a proposal of the placement search, by full and by delta simulation, on 4 to 64 devices (FlexFlow, Table 5).
 
-Both walks draw the same proposals and accept the same ones. The full walk builds the task graph of each proposal and runs all of
-it (Algorithm 1); the delta walk is the product's own (Algorithm 2, with bounds that end bad proposals early).
+One search, whose proposals are simulated in both ways: a full simulation builds the task graph of a proposal and runs all of it
+(Algorithm 1), a delta simulation is the product's own (Algorithm 2, with bounds that end bad proposals early).
 
     python -m benchmarks.placement [--models rnn,gpt] [--devices 4,16,64] [--proposals 200]
 """
@@ -9,7 +9,6 @@ it (Algorithm 1); the delta walk is the product's own (Algorithm 2, with bounds 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +18,10 @@ import numpy as np
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
-from shardplan.placement.configurations import Strategy
+from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
+from shardplan.placement.mcmc import Limits, anneal, propose
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel
 from shardplan.report.tables import table
@@ -36,7 +35,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 12, "width": 1024, "heads": 16, "sequence": 512, "vocabulary": 32768},
 }
 FULL = 12
-"""Proposals of the full walk: each takes the same time."""
+"""Proposals of a search that are simulated in full."""
 
 
 def _problem(model: str, devices: int) -> PlacementProblem:
@@ -46,33 +45,36 @@ def _problem(model: str, devices: int) -> PlacementProblem:
 
 
 def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int = 0) -> tuple[float, float]:
-    """Seconds a proposal of a full walk and of a delta walk from a strategy."""
+    """Seconds a proposal of one search from a strategy, by full and by delta simulation.
+
+    Both are seconds of this process, for which other processes do not count. A full simulation of `FULL` of the proposals, evenly
+    spread over the search, stands for those of all.
+    """
     anneal(problem, start, np.random.default_rng(seed + 1), Limits(proposals=3), engine="numba")  # compiles
-    full_s, accepted = _full_walk(problem, start, min(FULL, proposals), seed)
-    first = anneal(problem, start, np.random.default_rng(seed), Limits(proposals=min(FULL, proposals)), engine="numba")
-    assert first.accepted == len(accepted), "both walks accept the same proposals"
+    sampled, drawn, different = list[Strategy](), 0, 0
+
+    def noted(*given: Any) -> tuple[int, Configuration]:
+        nonlocal drawn, different
+        i, chosen = propose(*given)
+        strategy = given[1]
+        different += chosen != strategy[i]
+        if drawn % max(1, proposals // FULL) == 0:
+            sampled.append((*strategy[:i], chosen, *strategy[i + 1 :]))
+        drawn += 1
+        return i, chosen
+
+    began = time.process_time()
     limits = Limits(proposals=proposals, rule=False)
-    chain = anneal(problem, start, np.random.default_rng(seed), limits, engine="numba")
-    return full_s, chain.elapsed_s / chain.proposals
-
-
-def _full_walk(problem: PlacementProblem, start: Strategy, proposals: int, seed: int) -> tuple[float, list[int]]:
-    """Seconds a proposal, and the proposals that were accepted."""
-    draw, simulation, neighbours = np.random.default_rng(seed), problem.simulation("numba"), neighbours_of(problem)
-    strategy = list(start)
-    cost, spent, accepted = simulation.full(strategy), 0.0, list[int]()
-    for n in range(proposals):
-        i, chosen = propose(problem, strategy, neighbours, draw)
-        slack = -math.log(1.0 - draw.random()) / (BETA * len(strategy))
-        if chosen == strategy[i]:
-            continue
-        began = time.perf_counter()
-        ticks = simulation.full([*strategy[:i], chosen, *strategy[i + 1 :]])
-        spent += time.perf_counter() - began
-        if ticks <= cost + int(cost * slack):
-            strategy[i], cost = chosen, ticks
-            accepted.append(n)
-    return spent / proposals, accepted
+    chain = anneal(problem, start, np.random.default_rng(seed), limits, proposer=noted, engine="numba")
+    delta_s = time.process_time() - began
+    simulation = problem.simulation("numba")
+    began = time.process_time()
+    for strategy in sampled:
+        simulation.full(strategy)
+    full_s = (time.process_time() - began) / len(sampled) * different
+    simulation.full(chain.strategy)
+    assert simulation.seconds == chain.seconds, "both simulations agree"
+    return full_s / drawn, delta_s / drawn
 
 
 def row(model: str, devices: int, proposals: int) -> Sequence[object]:

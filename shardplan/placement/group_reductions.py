@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.collectives import best_reduction
 from shardplan.cost import Network
@@ -20,21 +20,31 @@ class GroupPrices:
 
     machine: Machine
     _network: Network = field(init=False)
+    _at: NDArray[np.int64] = field(init=False)
     _over: dict[int, tuple[int, ...] | None] = field(default_factory=dict[int, "tuple[int, ...] | None"])
+    _programs: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict[tuple[tuple[int, ...], int], float])
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     _links: dict[int, tuple[int, ...]] = field(default_factory=dict[int, "tuple[int, ...]"])
 
     def __post_init__(self) -> None:
         self._network = Network(self.machine.cluster, factors(self.machine.cluster))
+        self._at = coordinates(self.machine.cluster, self._network.factors)
 
     def seconds(self, mask: int, nbytes: int) -> float:
         """Seconds of an all-reduce of so many bytes on each device of the group."""
         key = mask, nbytes
         if key not in self._seconds:
             over = self._levels(mask)
-            ring = self._ring(members_of(mask), nbytes)
-            self._seconds[key] = ring if over is None else min(ring, best_reduction(self._network, over, nbytes)[0])
+            ring = self._ring(mask, nbytes)
+            self._seconds[key] = ring if over is None else min(ring, self._program(over, nbytes))
         return self._seconds[key]
+
+    def _program(self, over: tuple[int, ...], nbytes: int) -> float:
+        """Seconds of the best reduction program over these factors."""
+        key = over, nbytes
+        if key not in self._programs:
+            self._programs[key] = best_reduction(self._network, over, nbytes)[0]
+        return self._programs[key]
 
     def ticks(self, mask: int, nbytes: int) -> int:
         """The ticks of that all-reduce, at least one."""
@@ -43,15 +53,14 @@ class GroupPrices:
     def links(self, mask: int) -> tuple[int, ...]:
         """The connections that the group keeps busy: the slowest of those by which its ring leaves each device."""
         if mask not in self._links:
-            members = members_of(mask)
-            after = np.roll(members, -1)
+            members, after = _ring_of(mask)
             link, slow = self.machine.link[members, after], self.machine.bytes_per_s[members, after]
             self._links[mask] = tuple(sorted(set(link[slow == slow.min()].tolist())))
         return self._links[mask]
 
-    def _ring(self, members: Sequence[int], nbytes: int) -> float:
+    def _ring(self, mask: int, nbytes: int) -> float:
+        members, after = _ring_of(mask)
         n = len(members)
-        after = np.roll(members, -1)
         around = float(self.machine.latency_s[members, after].sum())
         slowest = float(self.machine.bytes_per_s[members, after].min())
         return 2 * around * (n - 1) / n + 2 * (n - 1) / n * nbytes / slowest + self.machine.cluster.device.instruction_s
@@ -64,10 +73,16 @@ class GroupPrices:
         if any(mask >> a & mask >> b & 1 for a, b in self.machine.single_pairs):
             return None
         if mask not in self._over:
-            at = coordinates(self.machine.cluster, self._network.factors)[members_of(mask)]
-            over = tuple(i for i, column in enumerate(at.T) if len(set(column.tolist())) > 1)
+            at = self._at[members_of(mask)]
+            over = tuple(np.flatnonzero((at != at[0]).any(axis=0)).tolist())
             self._over[mask] = over if math.prod(self._network.factors[i].size for i in over) == len(at) else None
         return self._over[mask]
+
+
+def _ring_of(mask: int) -> tuple[list[int], list[int]]:
+    """The devices of a group, ascending, and the next of each in its ring."""
+    members = members_of(mask)
+    return members, [*members[1:], members[0]]
 
 
 def members_of(mask: int) -> list[int]:

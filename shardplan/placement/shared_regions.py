@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,18 +16,48 @@ Ints = NDArray[np.int64]
 Degrees = tuple[int, ...]
 
 
-@lru_cache(maxsize=1 << 14)
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The parts of the producer (``source``) and of the consumer (``target``) that share ``nbytes`` [m], sorted by source.
+
+    ``back`` [m] sorts them by target.
+    """
+
+    source: Ints
+    target: Ints
+    nbytes: Ints
+    back: Ints
+
+
 def shared_bytes(edge: Edge, produced: Degrees, read: Degrees) -> Ints:
     """[parts of the producer, parts of the consumer]: bytes of a tensor that one has and the other reads."""
+    return _shared(edge.shape, edge.itemsize, edge.produced, edge.read, produced, read)
+
+
+def sharing_pairs(edge: Edge, produced: Degrees, read: Degrees) -> Pairs:
+    """The parts that share bytes of a tensor."""
+    return _pairs(edge.shape, edge.itemsize, edge.produced, edge.read, produced, read)
+
+
+# Unrolled steps have equal tensors between different operators, so these do not ask for the operators.
+@lru_cache(maxsize=1 << 14)
+def _shared(shape: tuple[int, ...], itemsize: int, made: Labels, wanted: Labels, produced: Degrees, read: Degrees) -> Ints:
     rows, columns = len(coordinates(produced)), len(coordinates(read))
     elements = np.ones((rows, columns), np.int64)
-    for size, made, wanted in zip(edge.shape, edge.produced, edge.read, strict=True):
-        if made < 0 and wanted < 0:
+    for size, own, other in zip(shape, made, wanted, strict=True):
+        if own < 0 and other < 0:
             elements *= size
             continue
-        (a, at), (b, to) = _along(made, produced), _along(wanted, read)
+        (a, at), (b, to) = _along(own, produced), _along(other, read)
         elements *= _overlaps(size, a, b)[at][:, to]
-    return elements * edge.itemsize
+    return elements * itemsize
+
+
+@lru_cache(maxsize=1 << 14)
+def _pairs(shape: tuple[int, ...], itemsize: int, made: Labels, wanted: Labels, produced: Degrees, read: Degrees) -> Pairs:
+    nbytes = _shared(shape, itemsize, made, wanted, produced, read)
+    source, target = np.nonzero(nbytes)
+    return Pairs(source, target, nbytes[source, target], np.argsort(target, kind="stable"))
 
 
 def _along(label: int, degrees: Degrees) -> tuple[int, Ints]:

@@ -7,10 +7,8 @@ and runs the rest again. Its timeline is that of a full simulation, to the tick.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -24,8 +22,10 @@ from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import structure_of
 from shardplan.placement.tails import Tails
 from shardplan.placement.task_graph import Table, TaskGraphBuilder
-from shardplan.placement.task_loop import NEVER, NONE
+from shardplan.placement.task_loop import NEVER, NONE, Bounds, Readers, Space, Streams, Tasks
+from shardplan.placement.task_loop import Times as TimesOfTasks
 from shardplan.placement.task_pool import Mark
+from shardplan.simulate.compile_loops import compiled
 
 Ints = NDArray[np.int64]
 Engine = Literal["auto", "numba", "python"]
@@ -45,17 +45,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What undoes a change: the state of the pool, the configuration, and the earlier times of the tasks that ran again."""
+    """What undoes a change: the state of the pool, and the configuration. The times of the tasks that ran ``again`` are new."""
 
     mark: Mark
     operator: int
     before: Configuration
-    tasks: Ints
-    ready: Ints
-    start: Ints
-    end: Ints
     ticks: int
     reduced: Ints
+    again: Ints
 
 
 class Simulation:
@@ -85,12 +82,12 @@ class Simulation:
         self.builder.build(self.strategy)
         pool = self.builder.pool
         self._capacity = 2 * pool.top + (1 << 12)
-        pool.ready[: pool.top] = 0
+        pool.ready[: pool.top] = NEVER
         for i, chosen in enumerate(self.strategy):
             self._tails.change(i, chosen)
-        ticks = self._run(np.arange(pool.top), np.zeros(0, np.int64), np.ones(pool.top, bool), NEVER)
-        self.ticks = ticks
-        return ticks
+        self.ticks, again = self._run(0, NEVER)
+        self._keep(again)
+        return self.ticks
 
     # -- delta -------------------------------------------------------------------------------------------------------
 
@@ -100,6 +97,7 @@ class Simulation:
         None once a step is certain to take more than ``limit`` ticks; then only `undo` may follow.
         """
         pool, s = self.builder.pool, self.structure
+        self._settle()
         if pool.top > self._capacity:
             self.full(self.strategy)
         groups, bundles = self._touched(i)
@@ -117,15 +115,9 @@ class Simulation:
             self.builder.put_users(w, self.strategy, changed=i)
             self.builder.put_weight(w, self.strategy)
         now = min(now, self._first_release(i, bundles, top))
-        live = pool.alive[: pool.top]
         pool.ready[top : pool.top] = NEVER
-        runs = live & (pool.ready[: pool.top] >= now)
-        border = np.flatnonzero(live & ~runs & (pool.end[: pool.top] >= now))
-        again = np.flatnonzero(runs)
-        old = again[again < top]
-        self._change = _Change(mark, i, before, old, pool.ready[old], pool.start[old], pool.end[old], self.ticks, reduced)
-        pool.ready[again] = 0
-        ticks = self._run(again, border, runs, limit)
+        ticks, again = self._run(now, limit)
+        self._change = _Change(mark, i, before, self.ticks, reduced, again)
         if ticks == NONE:
             return None
         self.ticks = ticks
@@ -136,7 +128,6 @@ class Simulation:
         change, pool = self._change, self.builder.pool
         assert change is not None, "there is a change to undo"
         pool.go_back(change.mark)
-        pool.ready[change.tasks], pool.start[change.tasks], pool.end[change.tasks] = change.ready, change.start, change.end
         self.strategy[change.operator], self.ticks, self._change = change.before, change.ticks, None
         self.builder.reduced = change.reduced
         self._tails.change(change.operator, change.before)
@@ -165,66 +156,65 @@ class Simulation:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def _run(self, again: Ints, border: Ints, runs: NDArray[np.bool_], limit: int) -> int:
-        pool, s = self.builder.pool, self.structure
-        self.ran += len(again)
-        kept = np.flatnonzero(pool.alive[: pool.top] & ~runs)
-        busy = self._busy(again, kept)
-        pool.waits[again] = 0
-        where = (pool.group, pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
-        prepare, rerun, _ = self._loops(len(again))
-        prepare(again, border, runs, where, pool.waits, pool.ready, pool.end)
+    def _run(self, now: int, limit: int) -> tuple[int, Ints]:
+        """Runs what is ready at ``now`` or later again; the ticks of a step (`NONE`: more than ``limit``), and these tasks."""
+        pool, s, operators = self.builder.pool, self.structure, len(self.graph.operators)
+        loops = self._loops(pool.top)
+        again, border, queue, events = np.empty((4, pool.top), np.int64)
+        tasks = Tasks(pool.work, pool.stream, pool.key, pool.group, pool.alive)
+        times = TimesOfTasks(pool.ready, pool.end, pool.new_ready, pool.new_end, pool.waits)
+        *columns, coming, free = np.zeros((8, self.machine.count + len(self.machine.links)), np.int64)
+        streams = Streams(*columns)
+        streams.running[:] = NONE
+        runs, ends, kept = loops["split"](now, pool.top, tasks, times, streams, 3 * operators, again, border)
+        self.ran += runs
+        again, border = again[:runs], border[:ends]
+        border = border[np.argsort(pool.end[border], kind="stable")]
         tails = self.bounds() if limit < NEVER else np.zeros(s.groups, np.int64)
-        operators = len(self.graph.operators)
-        after = min(int(tails[s.last_phase(i)]) for i in range(operators))
-        tasks, times = (pool.work, pool.stream, pool.key), (pool.waits, pool.ready, pool.start, pool.end)
-        latest = rerun(again, tasks, where, times, busy, tails, 3 * operators, after, limit)
-        return NONE if latest == NONE else max(int(latest), int(pool.end[kept].max(initial=0)))
+        bounds = Bounds(limit, tails, int(tails[s.last_phases].min()), 3 * operators)
+        readers = Readers(pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
+        space = Space(queue, events, coming, free)
+        latest = loops["rerun"](again, border, tasks, readers, times, streams, space, bounds)
+        return (NONE if latest == NONE else max(latest, kept)), again
 
-    def _busy(self, again: Ints, kept: Ints) -> tuple[Ints, Ints, Ints]:
-        """[streams]: when each is free of the tasks ``kept``; ticks of those that run ``again``, and of their first phases."""
-        pool, count = self.builder.pool, self.machine.count + len(self.machine.links)
-        last = np.zeros(count, np.int64)
-        on = kept[pool.stream[kept] >= 0]
-        np.maximum.at(last, pool.stream[on], pool.end[on])
-        on = again[pool.stream[again] >= 0]
-        first = on[(pool.group[on] < 3 * len(self.graph.operators)) & (pool.group[on] % 3 != UPDATE)]
-        load, early = (np.bincount(pool.stream[x], pool.work[x], count).astype(np.int64) for x in (on, first))
-        return last, load, early
+    def _settle(self) -> None:
+        """Keeps the times of the last change, which can then no longer be undone."""
+        if self._change is not None:
+            self._keep(self._change.again)
+            self._change = None
 
-    def _loops(self, tasks: int = 0) -> tuple[Any, Any, Any]:
+    def _keep(self, again: Ints) -> None:
+        pool = self.builder.pool
+        pool.ready[again], pool.end[again] = pool.new_ready[again], pool.new_end[again]
+
+    def _loops(self, tasks: int = 0) -> Mapping[str, Callable[..., Any]]:
         """The functions of `task_loop`: compiled, or where tasks are few, as plain Python."""
         if self.engine == "auto" and tasks >= _FEW:
-            self.engine = "numba" if compiled() is not None else "python"
+            self.engine = "numba" if compiled(task_loop.FUNCTIONS) is not None else "python"
         if self.engine != "numba":
-            return task_loop.prepare, task_loop.rerun, task_loop.tails
-        functions = compiled()
+            return _PLAIN
+        functions = compiled(task_loop.FUNCTIONS)
         if functions is None:
             raise PlacementError("the compiled simulator needs Numba, which is not installed: pip install 'shardplan[fast]'")
         return functions
 
     def bounds(self) -> Ints:
         """[groups]: ticks that pass at least after any task of each group (`shardplan.placement.tails`)."""
-        return self._tails.bounds(self.builder.reduced, self._loops(0)[2])
+        return self._tails.bounds(self.builder.reduced, self._loops()["tails"])
 
     def times(self) -> Times:
         """The timeline of the present strategy."""
         pool = self.builder.pool
+        ready, end = pool.ready.copy(), pool.end.copy()
+        if self._change is not None:
+            again = self._change.again
+            ready[again], end[again] = pool.new_ready[again], pool.new_end[again]
         live = np.flatnonzero(pool.alive[: pool.top])
         live = live[np.argsort(pool.key[live], kind="stable")]
-        return Times(*(x[live] for x in (pool.key, pool.group, pool.stream, pool.ready, pool.start, pool.end)))
+        columns = (pool.key, pool.group, pool.stream, ready, end - pool.work, end)
+        return Times(*(x[live].astype(np.int64) for x in columns))
 
 
 _FEW = 3_000
 """Strategies of fewer tasks run as plain Python: the loop takes seconds to compile, once."""
-
-
-@cache
-def compiled() -> tuple[Any, Any, Any] | None:
-    """The functions of the loop compiled by Numba; None if it is not installed."""
-    try:
-        numba = import_module("numba")
-    except ImportError:
-        return None
-    functions = (task_loop.prepare, task_loop.rerun, task_loop.tails)
-    return tuple(numba.njit(cache=True)(f) for f in functions)  # type: ignore[return-value]
+_PLAIN = {function.__name__: function for function in task_loop.FUNCTIONS}

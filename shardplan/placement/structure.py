@@ -29,6 +29,7 @@ class Structure:
     - ``first`` [groups + 1] and ``bundles`` list those that start at each group.
     - ``edges_of[i]`` and ``weights_of[i]`` are the tensors and weights of operator i;
       ``from_last`` lists all tensors, those of the last producer first.
+    - ``last_phases`` [operators] are the groups of the last phase of each before weights are synchronised.
     """
 
     graph: OperatorGraph
@@ -43,6 +44,7 @@ class Structure:
     edges_of: tuple[tuple[int, ...], ...]
     weights_of: tuple[tuple[int, ...], ...]
     from_last: tuple[int, ...]
+    last_phases: Ints
 
     def edge_group(self, e: int) -> int:
         """The group of a tensor's transfers; the next one has those of its gradient."""
@@ -55,10 +57,6 @@ class Structure:
     def edge_bundle(self, e: int) -> int:
         """The first of a tensor's four bundles."""
         return 2 * len(self.graph.operators) + 4 * e
-
-    def last_phase(self, i: int) -> int:
-        """The group of the last phase of an operator before weights are synchronised."""
-        return 3 * i + (BACKWARD if self.backward[i] else FORWARD)
 
 
 def structure_of(graph: OperatorGraph) -> Structure:
@@ -100,4 +98,5 @@ def structure_of(graph: OperatorGraph) -> Structure:
         tuple(tuple(k for k, e in enumerate(edges) if i in (e.producer, e.consumer)) for i in range(n)),
         tuple(tuple(k for k, w in enumerate(weights) if i in w.users) for i in range(n)),
         tuple(sorted(range(len(edges)), key=lambda k: (-edges[k].producer, k))),
+        np.array(last, np.int64),
     )

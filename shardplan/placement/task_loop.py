@@ -1,85 +1,286 @@
-"""The loop of both simulations, over arrays: it runs compiled by Numba, or as plain Python.
+"""The loops of both simulations, over arrays: they run compiled by Numba, or as plain Python.
 
-`prepare` finds what the tasks that run again wait for, `rerun` runs them in the order in which they are ready (FlexFlow,
-Algorithm 1).
+`split` finds the tasks that run again, and `rerun` goes from one end of a task to the next (FlexFlow, Algorithm 1). Each stream
+has a queue, so the heap of coming events has an entry for each stream and not for each task.
 """
 
 from __future__ import annotations
 
-import heapq
-from typing import Any
+from typing import Any, NamedTuple
 
 NONE = -1
 NEVER = 1 << 62
 
 
-def prepare(again: Any, border: Any, runs: Any, where: Any, waits: Any, ready: Any, end: Any) -> None:
-    """Counts for the tasks ``again`` how many others of them they wait for, and when the tasks at the ``border`` release them.
+class Tasks(NamedTuple):
+    """What each task is (`shardplan.placement.task_pool`); ``alive``: it belongs to the present strategy."""
 
-    ``where`` (group, base, first, bundles, pointer, arcs) leads to the readers of a task (`shardplan.placement.task_pool`).
+    work: Any
+    stream: Any
+    key: Any
+    group: Any
+    alive: Any
+
+
+class Readers(NamedTuple):
+    """Where the readers of a task are (`shardplan.placement.task_pool`)."""
+
+    base: Any
+    first: Any
+    bundles: Any
+    pointer: Any
+    arcs: Any
+
+
+class Times(NamedTuple):
+    """By task: when it was ready and ended, the same in the new timeline, and for how many others it waits there."""
+
+    ready: Any
+    end: Any
+    new_ready: Any
+    new_end: Any
+    waits: Any
+
+
+class Streams(NamedTuple):
+    """By stream, for the tasks that run again.
+
+    ``last`` is when it is free, ``load`` the ticks of its tasks that are still to run, and ``early`` those of the forward and
+    backward pass. ``front`` and ``back`` are the ends of its queue, ``running`` is its task (`NONE`: it is idle).
     """
-    group, base, first, bundles, pointer, arcs = where
-    for n in range(len(again)):
-        task = again[n]
-        g = group[task]
-        for b in range(first[g], first[g + 1]):
-            p = pointer[bundles[b]] + task - base[g]
-            for a in range(arcs[p], arcs[p + 1]):
-                waits[arcs[a]] += 1
-    for n in range(len(border)):
-        task = border[n]
-        g = group[task]
-        for b in range(first[g], first[g + 1]):
-            p = pointer[bundles[b]] + task - base[g]
-            for a in range(arcs[p], arcs[p + 1]):
-                reader = arcs[a]
-                if runs[reader] and ready[reader] < end[task]:
-                    ready[reader] = end[task]
+
+    last: Any
+    load: Any
+    early: Any
+    front: Any
+    back: Any
+    running: Any
 
 
-def rerun(again: Any, tasks: Any, where: Any, times: Any, busy: Any, tails: Any, updates: int, after: int, limit: int) -> int:
-    """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond ``limit``.
+class Space(NamedTuple):
+    """Room for the ``queue`` of each stream, and for the ``events`` of an instant: tasks that are ready, and ~tasks that end.
 
-    A connection or device takes tasks in the order in which they are ready, ties by key. ``tasks`` are (work, stream, key),
-    ``times`` (waits, ready, start, end). Of ``busy``, ``last`` is when each stream is free, ``load`` the ticks of its tasks
-    that are still to run, and ``early`` those of the forward and backward pass (in groups below ``updates``), which ``after``
-    ticks follow at least. ``tails`` are such bounds by group.
+    ``coming`` is a binary heap of the streams that run a task, ``free`` are those that may take the next one in this instant.
     """
-    work, stream, key = tasks
-    group, base, first, bundles, pointer, arcs = where
-    waits, ready, start, end = times
-    last, load, early = busy
-    for s in range(len(last)):
-        if last[s] + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
-            return NONE
-    queue = [(ready[t], key[t], t) for t in again if waits[t] == 0]
-    heapq.heapify(queue)
-    latest = 0
-    while len(queue) > 0:
-        begin, _, task = heapq.heappop(queue)
-        s, g = stream[task], group[task]
-        finish = begin + work[task]
+
+    queue: Any
+    events: Any
+    coming: Any
+    free: Any
+
+
+class Bounds(NamedTuple):
+    """No step may take more than ``limit`` ticks. Each task of a group is followed by ``tails`` ticks at least.
+
+    ``after`` ticks follow the forward and backward pass, which are groups below ``updates``.
+    """
+
+    limit: int
+    tails: Any
+    after: int
+    updates: int
+
+
+def split(
+    now: int, top: int, tasks: Tasks, times: Times, streams: Streams, updates: int, again: Any, border: Any
+) -> tuple[int, int, int]:
+    """Fills ``again`` with the tasks that are ready at ``now`` or later, and ``border`` with others that end then or later.
+
+    Returns how many these are, and the last end of tasks that do not run again. Groups below ``updates`` have parts of operators.
+    """
+    work, stream, _, group, alive = tasks
+    runs = ends = latest = 0
+    for task in range(top):
+        if not alive[task]:
+            continue
+        s = stream[task]
+        if times.ready[task] >= now:
+            again[runs] = task
+            runs += 1
+            times.waits[task] = 0
+            if s >= 0:
+                streams.load[s] += work[task]
+                streams.back[s] += 1
+                if is_early(group[task], updates):
+                    streams.early[s] += work[task]
+            continue
+        end = times.end[task]
+        latest = max(latest, end)
         if s >= 0:
-            begin = max(begin, last[s])
-            last[s] = finish = begin + work[task]
-            load[s] -= work[task]
-            if g < updates and g % 3 != 2:
-                early[s] -= work[task]
-            if finish + max(load[s], early[s] + (after if early[s] > 0 else 0)) > limit:
-                return NONE
-        start[task], end[task] = begin, finish
-        if finish + tails[g] > limit:
+            streams.last[s] = max(streams.last[s], end)
+        if end >= now:
+            border[ends] = task
+            ends += 1
+    place = 0
+    for s in range(len(streams.back)):
+        count, streams.front[s], streams.back[s] = streams.back[s], place, place
+        place += count
+    return runs, ends, latest
+
+
+def rerun(
+    again: Any, border: Any, tasks: Tasks, readers: Readers, times: Times, streams: Streams, space: Space, bounds: Bounds
+) -> int:
+    """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond the limit.
+
+    A connection or device takes tasks in the order in which they are ready, ties by key. The tasks at the ``border``, in the
+    order of their ends, end as they did.
+    """
+    for s in range(len(streams.last)):
+        if streams.last[s] + still(s, streams, bounds) > bounds.limit:
             return NONE
-        latest = max(latest, finish)
+    for task in again:
+        count_waits(task, tasks.group[task], readers, times.waits)
+    for task in border:
+        count_waits(task, tasks.group[task], readers, times.waits)
+    now = latest = passed = busy = count = 0
+    for task in again:
+        if times.waits[task] == 0:
+            space.events[count] = task
+            count += 1
+    while True:
+        running = busy
+        count, busy = end_tasks(now, count, busy, streams, space)
+        while passed < len(border) and times.end[border[passed]] == now:
+            space.events[count] = ~border[passed]
+            passed, count = passed + 1, count + 1
+        free = happen(now, count, running - busy, tasks, readers, times, streams, space)
+        latest = max(latest, now)
+        for n in range(free):
+            s = space.free[n]
+            finish = take(s, now, tasks, times, streams, space, bounds)
+            if finish == NONE:
+                return NONE
+            if finish < NEVER:
+                push(space.coming, busy, streams.last, s)
+                busy += 1
+        if busy == 0 and passed == len(border):
+            return latest
+        now = streams.last[space.coming[0]] if busy > 0 else NEVER
+        if passed < len(border):
+            now = min(now, times.end[border[passed]])
+        count = 0
+
+
+def end_tasks(now: int, count: int, busy: int, streams: Streams, space: Space) -> tuple[int, int]:
+    """Ends the tasks that end now; how many events there are then, and how many streams are still busy."""
+    free = 0
+    while busy > 0 and streams.last[space.coming[0]] == now:
+        s = pop(space.coming, busy, streams.last)
+        busy -= 1
+        space.events[count] = ~streams.running[s]
+        space.free[free] = s
+        free, count = free + 1, count + 1
+    return count, busy
+
+
+def is_early(group: int, updates: int) -> bool:
+    """Whether a group belongs to the forward or backward pass."""
+    return group < updates and group % 3 != 2
+
+
+def still(s: int, streams: Streams, bounds: Bounds) -> int:
+    """The ticks that pass at least once a stream is free."""
+    return max(streams.load[s], streams.early[s] + bounds.after if streams.early[s] > 0 else 0)
+
+
+def count_waits(task: int, g: int, readers: Readers, waits: Any) -> None:
+    """Counts a task, of group g, for those that wait for it."""
+    base, first, bundles, pointer, arcs = readers
+    for b in range(first[g], first[g + 1]):
+        p = pointer[bundles[b]] + task - base[g]
+        for a in range(arcs[p], arcs[p + 1]):
+            waits[arcs[a]] += 1
+
+
+def happen(
+    now: int,
+    count: int,
+    free: int,
+    tasks: Tasks,
+    readers: Readers,
+    times: Times,
+    streams: Streams,
+    space: Space,
+) -> int:
+    """All events of an instant, and those that follow in it; how many streams may then take a task."""
+    base, first, bundles, pointer, arcs = readers
+    events, waits, at = space.events, times.waits, 0
+    while at < count:
+        task = events[at]
+        at += 1
+        if task >= 0:
+            times.new_ready[task] = now
+            s = tasks.stream[task]
+            if s >= 0:
+                enqueue(task, now, tasks.key, times.new_ready, space.queue, streams.front[s], streams.back[s])
+                streams.back[s] += 1
+                if streams.running[s] == NONE:
+                    streams.running[s] = task  # whichever it takes: it is idle no more
+                    space.free[free] = s
+                    free += 1
+                continue
+            times.new_end[task] = now
+        else:
+            task = ~task
+        g = tasks.group[task]
         for b in range(first[g], first[g + 1]):
             p = pointer[bundles[b]] + task - base[g]
             for a in range(arcs[p], arcs[p + 1]):
                 reader = arcs[a]
-                ready[reader] = max(ready[reader], finish)
                 waits[reader] -= 1
                 if waits[reader] == 0:
-                    heapq.heappush(queue, (ready[reader], key[reader], reader))
-    return latest
+                    events[count] = reader
+                    count += 1
+    return free
+
+
+def enqueue(task: int, now: int, key: Any, ready: Any, queue: Any, front: int, back: int) -> None:
+    """Puts a task that is ready now into the queue of its stream, before those of a higher key that are ready now too."""
+    while back > front and ready[queue[back - 1]] == now and key[queue[back - 1]] > key[task]:
+        queue[back] = queue[back - 1]
+        back -= 1
+    queue[back] = task
+
+
+def take(s: int, now: int, tasks: Tasks, times: Times, streams: Streams, space: Space, bounds: Bounds) -> int:
+    """A stream takes the first task of its queue; when that ends, `NEVER` if there is none, `NONE` if that is too late."""
+    if streams.front[s] == streams.back[s]:
+        streams.running[s] = NONE
+        return NEVER
+    task = space.queue[streams.front[s]]
+    streams.front[s] += 1
+    streams.running[s] = task
+    work, g = tasks.work[task], tasks.group[task]
+    finish = max(now, streams.last[s]) + work
+    streams.last[s] = times.new_end[task] = finish
+    streams.load[s] -= work
+    if is_early(g, bounds.updates):
+        streams.early[s] -= work
+    return NONE if finish + max(still(s, streams, bounds), bounds.tails[g]) > bounds.limit else finish
+
+
+def push(heap: Any, size: int, last: Any, s: int) -> None:
+    """Puts a stream into a heap of so many, ordered by when they are free."""
+    at = size
+    while at > 0 and last[heap[(at - 1) // 2]] > last[s]:
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = s
+
+
+def pop(heap: Any, size: int, last: Any) -> int:
+    """Takes the stream that is free first out of a heap of so many."""
+    first, moved, at, child = heap[0], heap[size - 1], 0, 1
+    while child < size - 1:
+        if child + 1 < size - 1 and last[heap[child + 1]] < last[heap[child]]:
+            child += 1
+        if last[heap[child]] >= last[moved]:
+            break
+        heap[at] = heap[child]
+        at, child = child, 2 * child + 1
+    heap[at] = moved
+    return first
 
 
 def tails(
@@ -126,3 +327,7 @@ def tails(
         bound[3 * n + 2 * k] = after
         if edges[k, 2]:
             bound[3 * n + 2 * k + 1] = ticks[p, 1] + bound[3 * p + 1]
+
+
+FUNCTIONS = (is_early, still, count_waits, enqueue, push, pop, end_tasks, happen, take, split, rerun, tails)
+"""What is compiled, each after those that it calls."""

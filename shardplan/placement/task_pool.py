@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shardplan.placement.structure import Structure
 
 Ints = NDArray[np.int64]
+ShortInts = NDArray[np.int32]
 NO_TASKS = np.zeros(0, np.int64)
 
 
@@ -24,7 +25,7 @@ class Mark:
 
 
 class TaskPool:
-    """Arrays by task: ``work`` in ticks, ``stream`` (-1: none), ``key``, ``group``, ``alive``, ``ready``, ``start``, ``end``.
+    """Arrays by task: ``work`` in ticks, ``stream`` (-1: none), ``key``, ``group``, ``alive``, ``ready``, ``end``.
 
     Group g has the tasks ``base[g]`` to ``base[g] + count[g]``. Bundle b has at ``pointer[b]`` of ``arcs`` an offset for each
     task of its source group and one more, then the tasks that wait for them.
@@ -32,19 +33,20 @@ class TaskPool:
 
     def __init__(self, structure: Structure, tasks: int = 1 << 12, arcs: int = 1 << 14) -> None:
         self.structure = structure
-        self.columns = ("work", "stream", "key", "group", "ready", "start", "end", "waits")
+        self.columns = ("work", "stream", "key", "group", "ready", "end", "new_ready", "new_end", "waits")
         for name in self.columns:
-            setattr(self, name, np.zeros(tasks, np.int64))
+            setattr(self, name, np.zeros(tasks, np.int32 if name in _SHORT else np.int64))
         self.work: Ints
-        self.stream: Ints
+        self.stream: ShortInts
         self.key: Ints
-        self.group: Ints
+        self.group: ShortInts
         self.ready: Ints
-        self.start: Ints
         self.end: Ints
-        self.waits: Ints
+        self.new_ready: Ints
+        self.new_end: Ints
+        self.waits: ShortInts
         self.alive = np.zeros(tasks, bool)
-        self.arcs = np.zeros(arcs, np.int64)
+        self.arcs = np.zeros(arcs, np.int32)
         self.base = np.zeros(structure.groups, np.int64)
         self.count = np.zeros(structure.groups, np.int64)
         self.pointer = np.zeros(len(structure.sources), np.int64)
@@ -91,7 +93,7 @@ class TaskPool:
 
     def _grow_tasks(self) -> None:
         for name in self.columns:
-            old: Ints = getattr(self, name)
+            old: NDArray[np.int32 | np.int64] = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self.alive = np.concatenate([self.alive, np.zeros_like(self.alive)])
 
@@ -125,3 +127,7 @@ class TaskPool:
         g = int(self.structure.sources[b])
         at, k = int(self.pointer[b]), int(self.count[g])
         return int(self.base[g]) + np.flatnonzero(np.diff(self.arcs[at : at + k + 1]))
+
+
+_SHORT = frozenset({"stream", "group", "waits"})
+"""Columns of 32 bits: a simulation spends most of its time waiting for memory."""

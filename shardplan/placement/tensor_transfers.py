@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.device_topology import Machine
 from shardplan.placement.operators import Edge
-from shardplan.placement.shared_regions import copies_of, shared_bytes
+from shardplan.placement.shared_regions import copies_of, shared_bytes, sharing_pairs
 
 Ints = NDArray[np.int64]
 
@@ -31,27 +31,28 @@ class Transfers:
 
 def forward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
     """What each part of the consumer fetches. Of several copies it takes that on its own device, or else the nearest."""
-    nbytes = shared_bytes(edge, made.degrees, read.degrees)
     devices, targets = np.array(made.devices), np.array(read.devices)
     copies = copies_of(edge.produced, made.degrees)
     if copies.shape[1] == 1:
-        source, target = np.nonzero(nbytes)
-        return _between(machine, devices, targets, source, target, nbytes)
+        pairs = sharing_pairs(edge, made.degrees, read.degrees)
+        return _between(machine, devices, targets, pairs.source, pairs.target, pairs.nbytes)
+    nbytes = shared_bytes(edge, made.degrees, read.degrees)
     region, target = np.nonzero(nbytes[copies[:, 0]])
     offered = copies[region]  # [pairs, copies]
-    size = nbytes[offered[:, 0], target][:, None]
+    size = nbytes[offered[:, 0], target]
     at, to = devices[offered], targets[target][:, None]
-    seconds = np.where(at == to, -1.0, machine.latency_ticks[at, to] + size * machine.ticks_per_byte[at, to])
+    seconds = np.where(at == to, -1.0, machine.latency_ticks[at, to] + size[:, None] * machine.ticks_per_byte[at, to])
     turn = (np.arange(copies.shape[1])[None, :] - target[:, None]) % copies.shape[1]  # equal copies take turns
-    source = offered[np.arange(len(offered)), np.lexsort((turn, seconds), axis=1)[:, 0]]
+    nearest = seconds == seconds.min(axis=1, keepdims=True)
+    source = offered[np.arange(len(offered)), np.where(nearest, turn, copies.shape[1]).argmin(axis=1)]
     order = np.lexsort((target, source))
-    return _between(machine, devices, targets, source[order], target[order], nbytes)
+    return _between(machine, devices, targets, source[order], target[order], size[order])
 
 
 def backward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
     """The gradients that the parts of the consumer send back, to every copy: each reader's is a term of the sum."""
-    nbytes = shared_bytes(edge, made.degrees, read.degrees).T
-    source, target = np.nonzero(nbytes)
+    pairs = sharing_pairs(edge, made.degrees, read.degrees)
+    source, target, nbytes = pairs.target[pairs.back], pairs.source[pairs.back], pairs.nbytes[pairs.back]
     return _between(machine, np.array(read.devices), np.array(made.devices), source, target, nbytes)
 
 
@@ -59,7 +60,6 @@ def _between(machine: Machine, sources: Ints, targets: Ints, source: Ints, targe
     at, to = sources[source], targets[target]
     remote = at != to
     message = np.where(remote, np.cumsum(remote) - 1, -1)
-    at, to = at[remote], to[remote]
-    size = nbytes[source[remote], target[remote]]
+    at, to, size = at[remote], to[remote], nbytes[remote]
     ticks = machine.latency_ticks[at, to] + np.rint(size * machine.ticks_per_byte[at, to]).astype(np.int64)
     return Transfers(source, target, message, np.maximum(ticks, 1), machine.link[at, to])

@@ -19,19 +19,23 @@ def placement_text(
     *,
     regions: Sequence[Region] = (),
     plan_priced_s: float | None = None,
+    speeds: Mapping[int, float] | None = None,
     title: str,
     origin: str,
     searched: str,
 ) -> str:
     """``gains`` [operators] are the seconds that a step takes more if one operator alone runs data parallel (None: it does).
 
-    ``plan_priced_s`` is the step of the plan on all devices as the planner prices it, where it is known.
+    ``plan_priced_s`` is the step of the plan on all devices as the planner prices it, where it is known. ``speeds`` has those of
+    the devices that run something, by number.
     """
     rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
     parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]
     parts.append("Beside\n\n" + table(("strategy", "step", "of this"), rows))
     if plan_priced_s is not None:
         parts.append(f"The planner prices the plan on all devices at {seconds(plan_priced_s)}.")
+    if speeds and len(set(speeds.values())) > 1:
+        parts.append(_unequal(speeds))
     if regions:
         areas = [(devices_text(r.devices), str(len(r.operators)), seconds(r.seconds), _ends(r, operators)) for r in regions]
         parts.append("Regions\n\n" + table(("devices", "operators", "computes", "from and to"), areas))
@@ -41,6 +45,12 @@ def placement_text(
     ]
     parts.append("Where operators run\n\n" + table(("operator", "cut", "devices", "data parallel instead", "source"), where))
     return "\n\n".join(parts)
+
+
+def _unequal(speeds: Mapping[int, float]) -> str:
+    """Says that devices of unequal speed have equal parts."""
+    each = (f"{s:g}x on {devices_text([d for d in speeds if speeds[d] == s])}" for s in sorted(set(speeds.values())))
+    return f"The parts of an operator are equal, but devices are not: a slower device takes longer. Speeds: {', '.join(each)}."
 
 
 def _ends(region: Region, operators: Sequence[Operator]) -> str:

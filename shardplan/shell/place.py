@@ -179,6 +179,7 @@ class Placement:
             self.gains,
             regions=self.regions,
             plan_priced_s=self.plan_priced_s,
+            speeds={d: float(self.problem.machine.speed[d]) for d in self.problem.machine.present},
             title=title,
             origin=self.origin,
             searched=f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core",

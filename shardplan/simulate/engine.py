@@ -12,9 +12,6 @@ the remaining work to a tick. So the compiled and the plain loop agree to the bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +20,7 @@ from numpy.typing import NDArray
 from shardplan.errors import ShardplanError
 from shardplan.mesh.machine import DEFAULT_CONTENTION, MOST_CONTENTION
 from shardplan.simulate import event_loop
+from shardplan.simulate.compile_loops import compiled
 from shardplan.simulate.event_loop import COMPUTE, HOST, LINK, NONE, State, Streams, Tasks
 
 StreamKind = Literal["compute", "link", "host"]
@@ -232,22 +230,7 @@ def _loop(engine: Engine, tasks: int) -> dict[str, Any] | None:
         raise ShardplanError(f"no engine {engine!r}: use auto, numba or python")
     if engine == "python" or (engine == "auto" and tasks < _FEW):
         return None
-    found = compiled()
+    found = compiled(event_loop.FUNCTIONS)
     if found is None and engine == "numba":
         raise ShardplanError("the compiled simulator needs Numba, which is not installed: pip install 'shardplan[fast]'")
     return found
-
-
-@cache
-def compiled() -> dict[str, Any] | None:
-    """The functions of the loop compiled by Numba, by name; None if it is not installed."""
-    try:
-        numba = import_module("numba")
-    except ImportError:
-        return None
-    space = dict(vars(event_loop))  # each function sees the compiled ones in place of the others
-    for function in event_loop.FUNCTIONS:
-        name = function.__name__
-        # nothing is allocated, and counting references to the arrays would take most of the time
-        space[name] = numba.njit(_nrt=False, cache=True)(FunctionType(function.__code__, space, name))
-    return {function.__name__: space[function.__name__] for function in event_loop.FUNCTIONS}

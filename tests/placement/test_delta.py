@@ -157,5 +157,5 @@ def test_the_timeline_is_that_of_the_step_simulator(model: str, cluster: str) ->
         np.argsort(np.argsort(pool.key[:n])),
     )
     run = simulate(graph, engine="python")
-    np.testing.assert_array_equal(np.rint(run.start_s / TICK_S), pool.start[:n])
+    np.testing.assert_array_equal(np.rint(run.start_s / TICK_S), pool.end[:n] - pool.work[:n])
     assert run.seconds == pytest.approx(simulation.seconds, rel=1e-12)

@@ -93,3 +93,13 @@ def test_a_plan_is_no_start_where_devices_are_absent(tmp_path: Path, caplog: pyt
     placed = shardplan.place(step, *args, cluster=str(file), start=("dp", "plan"), proposals=1)
     assert placed.timeline.rows[:4] == ("device 0", "device 1 (absent)", "device 2", "device 3")
     assert caplog.messages == ["the start 'plan' is left out: it uses all devices, and some are absent here"]
+
+
+def test_the_report_says_that_parts_are_equal_on_unequal_devices() -> None:
+    step, args = mlp.train_step()
+    text = shardplan.place(step, *args, cluster="2x2", start="dp", proposals=1, speed=[1, 1, 0.5, 1]).text()
+    assert (
+        "The parts of an operator are equal, but devices are not: a slower device takes longer. Speeds: 0.5x on 2, 1x on 0-1, 3."
+        in text
+    )
+    assert "Speeds" not in shardplan.place(step, *args, cluster="2x2", start="dp", proposals=1).text()

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 
 from shardplan.errors import ShardplanError
-from shardplan.simulate import busy
-from shardplan.simulate.engine import NO_CONTENTION, Contention, Run, Stream, TaskGraph, compiled, simulate
+from shardplan.simulate import busy, event_loop
+from shardplan.simulate.compile_loops import compiled
+from shardplan.simulate.engine import NO_CONTENTION, Contention, Run, Stream, TaskGraph, simulate
 from tests.oracles import simulation
 from tests.oracles.simulation import Line, Task
 
@@ -92,7 +93,7 @@ def test_rates_are_exact_but_for_one_tick_a_change(seed: int, compute: int, link
         assert abs(end - exact_end) <= most
 
 
-@pytest.mark.skipif(compiled() is None, reason="Numba is not installed")
+@pytest.mark.skipif(compiled(event_loop.FUNCTIONS) is None, reason="Numba is not installed")
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from([3, 10**9]), st.sampled_from([1.0, 1.3, 2.7]))
 def test_the_compiled_loop_gives_the_same_bits(seed: int, works: int, factor: float) -> None:

@@ -107,6 +107,7 @@ def test_every_ordered_product_is_reached_by_splits(kind: Kind) -> None:
     assert levels_of(cluster, factors(cluster, {"gpu": (3, 4)})) == {"node": (2,), "gpu": (3, 4)}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(recipe=steps.recipes(), shape=st.sampled_from(SMALL), gbps=st.sampled_from([1.0, 10.0, 100.0]))
 def test_the_best_of_all_factorings_is_found(recipe: steps.Recipe, shape: str, gbps: float) -> None:

@@ -90,6 +90,7 @@ def test_no_layout_takes_less_than_the_bound_and_the_plan_is_near_the_best(gbps:
     assert plan.searched_s <= best * 1.1
 
 
+@pytest.mark.slow
 def test_overlap_never_takes_longer_than_the_plan_for_the_sum() -> None:
     step, args = gpt.train_step(layers=2, width=256, heads=4, batch=32, sequence=128)
     for cluster in ("8", "2x4"):
@@ -205,6 +206,7 @@ def test_progress_never_goes_back() -> None:
     assert parts[-1] == 1.0
 
 
+@pytest.mark.slow
 def test_a_simulated_step_takes_what_is_priced() -> None:
     step, args = gpt.train_step(layers=4, width=256, heads=4, batch=64, sequence=128)
     plan = shardplan.plan(step, *args, cluster="2x4", donate_argnums=0)

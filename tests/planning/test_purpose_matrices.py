@@ -78,7 +78,7 @@ def test_the_matrix_is_the_fastest_of_all_legal_ones() -> None:
 @pytest.mark.parametrize(
     ("axes", "model", "options"),
     [
-        ({"data": 2, "tensor": 4}, gpt, SMALL),
+        pytest.param({"data": 2, "tensor": 4}, gpt, SMALL, marks=pytest.mark.slow),
         pytest.param({"fsdp": 4, "sequence": 2}, gpt, {**SMALL, "scan": True}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "expert": 4}, moe, {}, marks=pytest.mark.slow),
     ],
@@ -96,6 +96,7 @@ def test_a_plan_with_given_axes_runs_as_planned_and_is_read_again(axes: Any, mod
     assert again.provenance == plan.provenance
 
 
+@pytest.mark.slow
 def test_experts_are_told_from_heads_and_features() -> None:
     step, args = moe.train_step()
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"), factors={"gpu": (2, 2, 2)})
@@ -264,6 +265,7 @@ def test_on_a_ring_the_parts_of_a_level_have_every_order() -> None:
     assert min(seconds) < 0.99 * max(seconds)
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_kept_within_the_axes() -> None:
     axes = {"data": 2, "tensor": 4}
     free, _, _ = planned(axes)

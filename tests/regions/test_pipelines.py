@@ -35,7 +35,7 @@ def pipeline(step: Any, args: Any, cluster: str, microbatches: int, **axes: int)
     return cast(PlacedPlan, plan)
 
 
-@pytest.mark.parametrize(("stages", "cluster"), [(2, "2x2:eager"), (4, "4x2:eager")])
+@pytest.mark.parametrize(("stages", "cluster"), [(2, "2x2:eager"), pytest.param(4, "4x2:eager", marks=pytest.mark.slow)])
 def test_a_network_in_stages_trains_as_on_one_device(stages: int, cluster: str) -> None:
     step, args = mlp.train_step(concrete=True, layers=4)
     plan = pipeline(step, args, cluster, 4, stage=stages)

@@ -52,8 +52,8 @@ def test_the_update_of_one_parameter_after_another_is_no_layer() -> None:
     assert len(coarsen(graph, "layers").variables) == 4
 
 
-@pytest.mark.parametrize("cluster", ["2x4", "8"])
-@pytest.mark.parametrize("factory", [gpt, llama], ids=["gpt", "llama"])
+@pytest.mark.parametrize("cluster", [pytest.param("2x4", marks=pytest.mark.slow), "8"])
+@pytest.mark.parametrize("factory", [gpt, pytest.param(llama, marks=pytest.mark.slow)], ids=["gpt", "llama"])
 def test_equal_layers_lie_alike(factory: Any, cluster: str) -> None:
     options = {"layers": 3, **({k: v for k, v in SMALL.items() if factory is gpt})}
     step, args = factory.train_step(**options)
@@ -71,6 +71,7 @@ def test_equal_layers_lie_alike(factory: Any, cluster: str) -> None:
             assert a.needs == b.needs
 
 
+@pytest.mark.slow
 def test_what_one_choice_gives_up_is_little() -> None:
     """On a transformer of three layers: at most 2% of a step, and about a third of the layouts to choose."""
     step, args = gpt.train_step(layers=3, **SMALL)
@@ -103,6 +104,7 @@ def test_where_memory_is_short_each_layer_may_lie_in_its_own_way() -> None:
     assert short.searched_s <= min(shared.searched_s, free.searched_s) * 1.002
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_search_of_single_layers_leaves_the_plan_of_tied_ones() -> None:
     step, args = gpt.train_step(**{**SMALL, "layers": 6})
     told: list[float] = []
@@ -128,6 +130,7 @@ def test_a_pin_of_one_layer_binds_no_other() -> None:
     assert not all_or_none_pinned(graph, tied, {"*": (), "state/0/blocks/0/*": ()})
 
 
+@pytest.mark.slow
 def test_few_layers_are_not_tied() -> None:
     step, args = gpt.train_step(**{**SMALL, "layers": 2})
     assert shardplan.plan(step, *args, cluster="2x4", donate_argnums=0).one_choice == "timesteps"

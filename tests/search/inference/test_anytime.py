@@ -99,7 +99,7 @@ def test_the_observer_hears_of_every_stage_and_of_progress_alone(cluster: str) -
 
 
 @pytest.mark.parametrize("how", [raised, signalled])
-@pytest.mark.parametrize("limited", [False, True], ids=["free", "tight"])
+@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True], ids=["free", "tight"])
 @pytest.mark.parametrize("factory", [MLP, pytest.param(GPT, marks=pytest.mark.slow)], ids=["mlp", "gpt"])
 def test_an_interrupt_at_any_stage_gives_the_best_so_far(how: Callable[[], None], limited: bool, factory: Any) -> None:
     limit = tight(factory) if limited else None

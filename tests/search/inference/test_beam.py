@@ -122,7 +122,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
         assert all(plan.step_time_s <= b.step_time_s for b in plan.baselines)
 
 
-@pytest.mark.parametrize("cluster", ["8", "2x4", "2x2x2"])
+@pytest.mark.parametrize("cluster", ["8", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("2x4", "2x2x2"))])
 def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
     step, args = nets.tables(26)
     plan = shardplan.plan(step, *args, cluster=cluster, donate_argnums=0, backend="specs", factors={}, time_model="sum")
@@ -136,7 +136,7 @@ def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
         assert limited.peak_bytes <= 0.9 * plan.peak_bytes
 
 
-@pytest.mark.parametrize("count", [40, 70])
+@pytest.mark.parametrize("count", [40, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"memory_limit": "800KiB"}, {"objective": "bytes"}], ids=str)
 def test_an_op_with_more_operands_than_an_array_has_axes_is_planned(count: int, options: dict[str, Any], tmp_path: Path) -> None:
     step, args = nets.pieces(count)

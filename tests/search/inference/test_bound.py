@@ -151,6 +151,7 @@ def test_priced_stars_cost_what_the_profile_counts(price: float, keeps: bool) ->
     assert found > expected - 0.5 * in_ops, "most of the buffers are charged"
 
 
+@pytest.mark.slow
 def test_a_plan_whose_memory_binds_has_a_bound_of_its_own() -> None:
     step, args = gpt.train_step(layers=2, width=64, batch=16)
     free = shardplan.plan(step, *args, cluster="4", donate_argnums=0, backend="specs")

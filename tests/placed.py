@@ -1,4 +1,4 @@
-"""Random placements: each op of a step on a group of devices that a seed draws."""
+"""Placements: each op of a step on a group of devices that a seed draws, or on one of two halves."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ class RandomGroups:
             at = at if draw.random() < stays else int(draw.integers(0, len(groups)))
             devices[op.id] = groups[at]
         return on_devices(program, devices)
+
+
+class Halves:
+    """The first half of the ops on the first devices, the rest on the last ones; ``shared`` devices belong to both."""
+
+    def __init__(self, shared: int = 0) -> None:
+        self.shared = shared
+
+    def __repr__(self) -> str:
+        return f"Halves({self.shared})"
+
+    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
+        """Each op's group."""
+        middle, half = len(program.ops) // 2, cluster.size // 2
+        first, last = tuple(range(half + self.shared)), tuple(range(half - self.shared, cluster.size))
+        return on_devices(program, {op.id: first if n < middle else last for n, op in enumerate(program.ops)})

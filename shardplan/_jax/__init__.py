@@ -28,7 +28,7 @@ from shardplan._jax.jaxprs import (
     threefry_partitionable,
     traced_at,
 )
-from shardplan._jax.processes import Store, recoverable
+from shardplan._jax.processes import Store, absent_array, recoverable
 from shardplan._jax.programs import (
     array_type,
     compilations,
@@ -55,6 +55,7 @@ __all__ = [
     "Literal",
     "Parameters",
     "Store",
+    "absent_array",
     "argument_names",
     "array_type",
     "bind",

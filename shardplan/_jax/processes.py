@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import zlib
+from typing import Any
 
 import jax
 
@@ -53,6 +54,17 @@ class Store:
     def delete(self, key: str) -> None:
         """Removes a key, whose text may be long."""
         self._client.key_value_delete(key)
+
+
+def absent_array(shape: jax.ShapeDtypeStruct, sharding: Any) -> Any:
+    """An array none of whose blocks belong to this process. It is strongly typed if JAX moves the constructor of its arrays."""
+    array = jax.make_array_from_single_device_arrays(shape.shape, sharding, [], dtype=shape.dtype)
+    if not shape.weak_type:
+        return array
+    try:
+        return type(array)(array.aval.update(weak_type=True), sharding, [], committed=True)
+    except (AttributeError, TypeError):
+        return array
 
 
 def recoverable() -> bool:

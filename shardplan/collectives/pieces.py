@@ -65,3 +65,32 @@ def pieces(
 def size_of(box: Box) -> int:
     """The number of elements of a block."""
     return math.prod(b - a for a, b in box)
+
+
+def in_rounds(parts: Sequence[Piece[D]]) -> tuple[tuple[Piece[D], ...], ...]:
+    """The pieces in rounds. In a round all have one shape, and no device sends or receives two: it is one permute.
+
+    >>> columns, rows = [(n, ((0, 2), (n, n + 1))) for n in (0, 1)], [(n, ((n, n + 1), (0, 2))) for n in (0, 1)]
+    >>> parts = [p for own in pieces(columns, rows, ()) for p in own]
+    >>> [[(p.source, p.target) for p in turn] for turn in in_rounds(parts)]
+    [[(0, 0), (1, 1)], [(1, 0), (0, 1)]]
+    """
+    rounds: list[list[Piece[D]]] = []
+    for part in parts:
+        for turn in rounds:
+            if all(shape_of(p.box) == shape_of(part.box) and p.source != part.source and p.target != part.target for p in turn):
+                turn.append(part)
+                break
+        else:
+            rounds.append([part])
+    return tuple(map(tuple, rounds))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The shape of a block."""
+    return tuple(b - a for a, b in box)
+
+
+def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
+    """The block of an array of this shape that JAX names by slices; those of a key's words come last, and are left out."""
+    return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=False))

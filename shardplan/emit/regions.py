@@ -1,14 +1,15 @@
 """The ``regions`` backend: a jitted program for each piece of a placed step, on the devices of its group.
 
 Programs are issued in the order of the dispatch, and each runs as soon as its arguments are there. A value that another group
-reads is moved by `jax.device_put`, from its layout in one group to that in the other.
+reads is moved from its layout in one group to that in the other: by `jax.device_put`, or between processes by a `Crossing`. A
+process issues the programs of the groups of whose devices it owns some, and has what the others hold as arrays without blocks.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
+from shardplan.emit.crossings import Crossing, crossing
 from shardplan.emit.explicit import ExplicitEmitter
+from shardplan.emit.launches import in_turn, launch_of
 from shardplan.emit.stacked import partition_spec, stacked_shape
 from shardplan.errors import ShardplanError
 from shardplan.ir import Constant, Layout
@@ -33,7 +36,8 @@ Shardings = Callable[[int, int], NamedSharding]
 class RegionsEmitter:
     """A placed step on flat arguments. ``jit`` compiles a function of arrays (`jax.jit` with the user's options).
 
-    ``programs`` are the jitted functions of the pieces, ``names`` and ``devices`` what they are called and where they run.
+    ``programs`` are the jitted functions of the pieces, by number. ``own`` are the numbers of those that this process runs, and
+    ``names`` and ``devices`` what these are called and where they run.
     """
 
     def __init__(
@@ -47,8 +51,14 @@ class RegionsEmitter:
         self._kept = _kept(placed, donated)
         self._last = {id(i.what): i.last for i in placed.dispatch.issues}
         self.programs = tuple(self._jitted(n, piece, meshes[piece.group], jit) for n, piece in enumerate(self._graph.pieces))
-        self.names = tuple(piece.name for piece in self._graph.pieces)
-        self.devices = tuple(self._graph.groups[piece.group].devices for piece in self._graph.pieces)
+        self._processes = [frozenset(d.process_index for d in mesh.devices.flat) for mesh in meshes]
+        self._launches = [launch_of(mesh.devices.flatten().tolist()) for mesh in meshes]
+        self._crossings = self._between_processes()
+        self._connected = False
+        pieces = self._graph.pieces
+        self.own = tuple(n for n, piece in enumerate(pieces) if self._is_here(piece.group))
+        self.names = tuple(pieces[n].name for n in self.own)
+        self.devices = tuple(self._graph.groups[pieces[n].group].devices for n in self.own)
 
     @property
     def input_shardings(self) -> list[NamedSharding]:
@@ -66,27 +76,62 @@ class RegionsEmitter:
                 "a plan with groups of devices is several programs, so it cannot be called inside jax.jit, jax.grad or another "
                 "transformation: call it from Python, or plan with placement='one'"
             )
+        self._connect()
         graph = self._graph
         held: dict[tuple[int, Key], Any] = dict(zip(graph.inputs, leaves, strict=True))
         for issue in self.placed.dispatch.issues:
             match issue.what:
                 case Task(number, microbatch, reads, makes):
                     piece = graph.pieces[number]
+                    if not self._is_here(piece.group):
+                        continue
                     arguments = [held[piece.group, key] for key in reads]
                     if piece.own == "slice":
                         arguments.append(np.int32(microbatch))
-                    results = self.programs[number](*arguments)
+                    results = in_turn(self._launches[piece.group], self.programs[number], *arguments)
                     held.update(((piece.group, key), x) for key, x in zip(makes, results, strict=True))
                 case Transfer(key, source, target, like):
-                    held[target, key] = jax.device_put(held[source, key], self._sharding(target, like))
+                    if (way := self._crossings.get((source, key[0], target, like))) is not None:
+                        held[target, key] = way.moved(held.get((source, key)))
+                    elif self._is_here(source):
+                        held[target, key] = jax.device_put(held[source, key], self._sharding(target, like))
             for at in issue.last:
                 held.pop(at, None)
-        return [x if at is None else held[at] for at, x in zip(graph.results, self._literals, strict=True)]
+        return [x if at is None else self._result(held, at) for at, x in zip(graph.results, self._literals, strict=True)]
+
+    def _is_here(self, group: int) -> bool:
+        """Whether this process owns a device of a group."""
+        return jax.process_index() in self._processes[group]
+
+    def _between_processes(self) -> dict[tuple[int, int, int, int], Crossing]:
+        """The transfers between groups of several processes, by source, tensor, target and tensor there."""
+        found: dict[tuple[int, int, int, int], Crossing] = {}
+        for issue in self.placed.dispatch.issues:
+            if isinstance(issue.what, Transfer):
+                (tensor, _), source, target, like = issue.what.key, issue.what.source, issue.what.target, issue.what.like
+                if len(self._processes[source] | self._processes[target]) > 1:
+                    ends = self._sharding(source, tensor), self._sharding(target, like)
+                    found[source, tensor, target, like] = crossing(self._typed(source, tensor), *ends)
+        return found
+
+    def _connect(self) -> None:
+        """Runs each crossing once before the first step, so that no process waits in it while another compiles a segment."""
+        if not self._connected:
+            for way in dict.fromkeys(self._crossings.values()):
+                if way.is_here:
+                    way.connect()
+            self._connected = True
+
+    def _result(self, held: Mapping[tuple[int, Key], Any], at: tuple[int, Key]) -> Any:
+        """A result of the step, without blocks where another process has it."""
+        if at in held:
+            return held[at]
+        return _jax.absent_array(self._typed(at[0], at[1][0]), self._sharding(at[0], at[1][0]))
 
     def using(self, programs: Sequence[Callable[..., Any]]) -> RegionsEmitter:
-        """The same step with these functions in place of its programs."""
-        other = copy.copy(self)
-        other.programs = tuple(programs)
+        """The same step with these functions in place of the programs that this process runs."""
+        other, places = copy.copy(self), dict(zip(self.own, programs, strict=True))
+        other.programs = tuple(places.get(n, program) for n, program in enumerate(self.programs))
         return other
 
     def trace(self, *leaves: Any) -> Any:
@@ -98,16 +143,17 @@ class RegionsEmitter:
         raise ShardplanError("a plan with groups of devices is several programs, which no one trace holds: use lower(*args)")
 
     def traced(self) -> list[Any]:
-        """Each program as `jax.stages.Traced`."""
+        """Each program that this process runs, as `jax.stages.Traced`."""
         found: list[Any] = []
-        for program, piece in zip(self.programs, self._graph.pieces, strict=True):
+        for n in self.own:
+            piece = self._graph.pieces[n]
             shapes = [self._shape(piece.group, t) for t in piece.reads]
-            found.append(program.trace(*shapes, *([np.int32(0)] if piece.own == "slice" else [])))
+            found.append(self.programs[n].trace(*shapes, *([np.int32(0)] if piece.own == "slice" else [])))
         return found
 
     def cache_size(self) -> int:
         """The most entries in the call cache of a program."""
-        return max((p.cache_size() for p in self.programs), default=0)
+        return max((self.programs[n].cache_size() for n in self.own), default=0)
 
     def _shape(self, group: int, tensor: int) -> jax.ShapeDtypeStruct:
         """The array that holds a tensor in a group, with the dims of terms."""
@@ -115,6 +161,11 @@ class RegionsEmitter:
         layout = mesh.layouts.get(tensor)
         shape = own.shape if layout is None else stacked_shape(own.shape, layout, [f.size for f in mesh.factors])
         return _jax.shape_struct(shape, own.dtype)
+
+    def _typed(self, group: int, tensor: int) -> jax.ShapeDtypeStruct:
+        """That array, weakly typed where it is such a result."""
+        shape = self._shape(group, tensor)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=tensor in self._weak)
 
     def _jitted(self, number: int, piece: Piece, mesh: Mesh, jit: Callable[..., Any]) -> Any:
         group = self._graph.groups[piece.group]

@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardplan import _jax
-from shardplan.collectives.pieces import Box, pieces
+from shardplan.collectives.pieces import Box, box_of, pieces
 from shardplan.cost import Network
+from shardplan.emit.crossings import assembled
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
 from shardplan.schedule import Move
@@ -53,8 +54,8 @@ def in_pieces(x: Any, sharding: NamedSharding, lost: Collection[Any]) -> Any | N
     """The array with another sharding, each block put together on its own device; None where devices that are not ``lost`` (and
     belong to this process) do not hold all of it.
     """
-    held = {s.device: (_box(s.index, x.shape), s.data) for s in x.addressable_shards if s.device not in lost}
-    wanted = [(d, _box(index, x.shape)) for d, index in sharding.addressable_devices_indices_map(x.shape).items()]
+    held = {s.device: (box_of(s.index, x.shape), s.data) for s in x.addressable_shards if s.device not in lost}
+    wanted = [(d, box_of(index, x.shape)) for d, index in sharding.addressable_devices_indices_map(x.shape).items()]
     found = pieces([(d, box) for d, (box, _) in held.items()], wanted, [d for d, _ in wanted])
     if not all(found):
         return None
@@ -62,12 +63,7 @@ def in_pieces(x: Any, sharding: NamedSharding, lost: Collection[Any]) -> Any | N
     for own in found:
         parts = [(piece.box, _cut(*held[piece.source], piece.box, piece.target)) for piece in own]
         blocks.append(_joined(parts))
-    result = jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
-    return jax.jit(_jax.weakly_typed, out_shardings=sharding)(result) if getattr(x, "weak_type", False) else result
-
-
-def _box(index: Any, shape: Sequence[int]) -> Box:
-    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=False))  # of a key, its words come last
+    return assembled(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)), sharding, blocks)
 
 
 def _cut(held: Box, block: Any, wanted: Box, device: Any) -> Any:

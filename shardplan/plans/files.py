@@ -122,14 +122,9 @@ def read_any(file: str | PathLike[str]) -> AnyData:
     """Reads a plan from its file and checks every field. It raises what `read` raises, but takes groups of devices."""
     path = Path(file)
     try:
-        return _parsed(str(path), path.read_bytes())
+        return parse(str(path), path.read_bytes())
     except OSError as error:
         raise PlanFileError(f"{path}: {error.strerror or error}") from error
-
-
-def parse(name: str, text: str | bytes) -> PlanData:
-    """The plan in the text of a plan file; ``name`` says in errors where it comes from. It raises what `read` raises."""
-    return _on_all_devices(name, _parsed(name, text))
 
 
 def _on_all_devices(name: str, data: AnyData) -> PlanData:
@@ -141,7 +136,8 @@ def _on_all_devices(name: str, data: AnyData) -> PlanData:
     return data
 
 
-def _parsed(name: str, text: str | bytes) -> AnyData:
+def parse(name: str, text: str | bytes) -> AnyData:
+    """The plan in the text of a plan file; ``name`` says in errors where it comes from. It raises what `read_any` raises."""
     try:
         content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number too long to read

@@ -26,13 +26,19 @@ class Leaves:
     """The planned types and shardings of arguments' leaves: checks leaves, and moves them to the planned devices.
 
     With ``weak``, leaves must be weakly typed (as Python numbers are) exactly where the planned ones were. A leaf with the type
-    and the sharding of the last call costs next to nothing.
+    and the sharding of the last call costs next to nothing. ``put`` moves a leaf to a sharding.
     """
 
     def __init__(
-        self, paths: Sequence[str], shapes: Sequence[Any], shardings: Sequence[NamedSharding], *, weak: bool = False
+        self,
+        paths: Sequence[str],
+        shapes: Sequence[Any],
+        shardings: Sequence[NamedSharding],
+        *,
+        weak: bool = False,
+        put: Callable[[Any, NamedSharding], Any] = jax.device_put,
     ) -> None:
-        self._paths, self._shapes, self._shardings, self._weak = paths, shapes, shardings, weak
+        self._paths, self._shapes, self._shardings, self._weak, self._put = paths, shapes, shardings, weak, put
         self._size = shardings[0].mesh.size if shardings else 0
         self._seen_avals: list[Any] = [None] * len(paths)  # of the last call
         self._seen_shardings: list[Any] = [None] * len(paths)
@@ -50,7 +56,7 @@ class Leaves:
     def part(self, numbers: Sequence[int]) -> Leaves:
         """The `Leaves` with these numbers."""
         shapes, shardings = [self._shapes[i] for i in numbers], [self._shardings[i] for i in numbers]
-        return Leaves([self._paths[i] for i in numbers], shapes, shardings, weak=self._weak)
+        return Leaves([self._paths[i] for i in numbers], shapes, shardings, weak=self._weak, put=self._put)
 
     def fit(self, leaves: Sequence[Any]) -> None:
         """Checks that every leaf has its planned type; leaves may be `jax.ShapeDtypeStruct`.
@@ -109,10 +115,10 @@ class Leaves:
                     if x.sharding.is_equivalent_to(self._shardings[i], x.ndim):
                         seen_shardings[i] = x.sharding
                     else:
-                        moved[i] = jax.device_put(x, self._shardings[i])
+                        moved[i] = self._put(x, self._shardings[i])
             elif not isinstance(x, Tracer | jax.ShapeDtypeStruct):
                 in_place = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self._shardings[i], x.ndim)
-                moved[i] = x if in_place else jax.device_put(x, self._shardings[i])
+                moved[i] = x if in_place else self._put(x, self._shardings[i])
         return moved
 
     def abstract(self, leaves: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 from jax.sharding import Mesh
@@ -36,13 +36,14 @@ from shardplan.frontend.trace import Traced
 from shardplan.ir import spec_text
 from shardplan.mesh import Cluster
 from shardplan.plans import files
-from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
+from shardplan.plans.placed_data import conditions
 from shardplan.shell.api import plan as make_plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.factor_options import stages_in
 from shardplan.shell.loading import for_step
 from shardplan.shell.memory_default import memory_limit
+from shardplan.shell.placed_plan import PlacedPlan
+from shardplan.shell.placements import PlacementLike, placement_text
 from shardplan.shell.plan_of_step import Plan
 from shardplan.shell.watching import join, serve
 from shardplan.versions import jax_version
@@ -59,6 +60,18 @@ _rounds: Counter[tuple[int, ...]] = Counter()
 """How often each group of processes has agreed on a plan: the processes of a group count alike, as they run the same program."""
 
 
+@overload
+def agree(step: Callable[..., Any], *args: Any, placement: Literal["one"] = "one", **options: Any) -> Plan: ...
+
+
+@overload
+def agree(step: Callable[..., Any], *args: Any, placement: Literal["auto"], **options: Any) -> Plan | PlacedPlan: ...
+
+
+@overload
+def agree(step: Callable[..., Any], *args: Any, placement: PlacementLike, **options: Any) -> PlacedPlan: ...
+
+
 def agree(
     step: Callable[..., Any],
     *args: Any,
@@ -68,7 +81,7 @@ def agree(
     file: str | PathLike[str] | None = None,
     timeout_s: float = TIMEOUT_S,
     **options: Any,
-) -> Plan:
+) -> Plan | PlacedPlan:
     """One plan for all processes of `jax.distributed`, which all make this call: process 0 plans or loads, the others receive it.
 
     Before that, all compare their program, versions, cluster and options with those of process 0. In one process, or on a
@@ -82,7 +95,6 @@ def agree(
     Raises:
         AgreementError: in all processes, if one differs from process 0 or does not answer, and in the others if it has no plan.
         PlanFileError: if the file is not a plan, or was made for another model, other shapes, another cluster or other donations.
-        ShardplanError: for stages and placements, whose plans run in one process only.
     """
     positional, leaves = as_positional(step, args, kwargs)
     donated = positions(donate_argnums, len(leaves), "donate_argnums")
@@ -105,17 +117,16 @@ def agree(
 
 def _loaded(
     file: str | PathLike[str], step: Callable[..., Any], traced: Traced, donated: Sequence[int], cluster: ClusterLike
-) -> Plan:
+) -> Plan | PlacedPlan:
     """The plan of a file, if it is for this step, cluster and donation."""
-    name, data, (resolved, mesh) = fspath(file), files.read(file), resolve_cluster(cluster)
+    name, data, (resolved, mesh) = fspath(file), files.read_any(file), resolve_cluster(cluster)
+    planned = tuple(conditions(data).donate_argnums)
     if data.cluster.fingerprint() != resolved.fingerprint():
         raise PlanFileError(
             f"{name}: the plan is for the cluster {data.cluster.name}, not for {resolved.name}; plan for this one"
         )
-    if tuple(data.donate_argnums) != tuple(donated):
-        raise PlanFileError(
-            f"{name}: the plan is for donate_argnums={data.donate_argnums}, not for {tuple(donated)}; give the same"
-        )
+    if planned != tuple(donated):
+        raise PlanFileError(f"{name}: the plan is for donate_argnums={planned}, not for {tuple(donated)}; give the same")
     return for_step(name, data, step, traced, mesh)
 
 
@@ -155,18 +166,13 @@ def agreed(
     cluster: ClusterLike,
     options: Mapping[str, Any],
     make: Callable[[], Any],
-) -> Plan:
+) -> Plan | PlacedPlan:
     """The plan that the first process of the group makes, in every process of it.
 
     Raises:
         AgreementError: in all of them, if one differs or does not answer, or if the first one has no plan.
-        ShardplanError: for stages and placements; in the first process, what ``make`` raises.
+        ShardplanError: in the first process, what ``make`` raises.
     """
-    if stages_in(options.get("axes"))[0] != 1 or options.get("placement", "one") != "one":
-        raise ShardplanError(
-            f"a plan with groups of devices runs in one process, and this run has {len(group.members)}: "
-            "leave out stages and placement"
-        )
     resolved, mesh = resolve_cluster(cluster)
     talk = Exchange(group, _jax.Store(), _prefix(group))
     own = _Terms(traced, resolved, options)
@@ -182,7 +188,7 @@ def agreed(
 _SOURCE = "the plan of process 0"
 
 
-def _published(talk: Exchange, make: Callable[[], Plan]) -> Plan:
+def _published(talk: Exchange, make: Callable[[], Plan | PlacedPlan]) -> Plan | PlacedPlan:
     """The plan of the first process, which the others receive."""
     sent = {"error": "it ended before it had one"}
     try:
@@ -199,7 +205,7 @@ def _published(talk: Exchange, make: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _received(talk: Exchange, load: Callable[[PlanData], Plan]) -> Plan:
+def _received(talk: Exchange, load: Callable[[files.AnyData], Plan | PlacedPlan]) -> Plan | PlacedPlan:
     """The plan that the first process has published."""
     sent = json.loads(talk.heard("plan", None))
     if "error" in sent:
@@ -263,8 +269,13 @@ class _Terms:
             "JAX's version": jax_version(),
             "cluster": f"{self.cluster.name} ({self.cluster.fingerprint()})",
             "memory_limit": size_text(limit.nbytes),
+            "placement": self._placement(),
             **{name: option_text(name, self.options[name]) for name in sorted(self.options) if name not in _OWN_OR_SHOWN},
         }
+
+    def _placement(self) -> str:
+        text = placement_text(self.options.get("placement", "one"), self.traced.program, self.cluster)
+        return text if len(text) < _SHORT else f"one with the hash {_hash(text)}"
 
     def difference(self, first: Mapping[str, Any]) -> str:
         """The first difference from the terms of the first process, as text; ``""`` if there is none."""
@@ -287,7 +298,10 @@ class _Terms:
         return next((f": {here} instead of {there}" for here, there in pairs if here != there), "")
 
 
-_OWN_OR_SHOWN = ("memory_limit", "observer", "traced")
+_SHORT = 80
+"""The length up to which a message shows what a placement says of each op."""
+
+_OWN_OR_SHOWN = ("memory_limit", "observer", "placement", "traced")
 """The options that are compared in another form, or that each process may have of its own."""
 
 

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.collectives.issued import PlannedCollective, Send, StepCost
+from shardplan.emit.crossings import compiled_apart, put
 from shardplan.emit.regions import RegionsEmitter, sharding_of
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import GroupsError, ShardplanError
@@ -384,7 +385,7 @@ class PlacedPlan(PlannedStep):
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on the groups of a mesh."""
         shardings = self._shardings(None if mesh is None else mesh.devices.flatten().tolist())
-        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak)
+        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak, put=put)
 
     # -- the step that runs ------------------------------------------------------------------------------------------
 
@@ -410,11 +411,12 @@ class PlacedPlan(PlannedStep):
         step = with_arguments_of(step, self.step)
         self.check_step(step)
         meshes = self.meshes(devices)
-        options = compiler_options(self.xla_flags, xla_flags, meshes[0].devices.flat[0].platform, os.environ)
+        everything = [d for mesh in meshes for d in mesh.devices.flat]
+        options = compiled_apart(everything) | compiler_options(self.xla_flags, xla_flags, everything[0].platform, os.environ)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
         jit = partial(Flat, options=options)
         emit = RegionsEmitter(self.placed, meshes, self.donated_leaves, weak_results, jit)
-        leaves = Leaves(self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak)
+        leaves = Leaves(self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak, put=put)
         return PlacedRunner(emit, step, self.traced, self.donate_argnums, leaves)
 
     def backend_for(self, backend: str = "auto") -> str:

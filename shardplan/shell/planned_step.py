@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from shardplan import _jax
+from shardplan.emit.crossings import compiled_apart, fetch
+from shardplan.emit.launches import in_turn, launch_of
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.keywords import Positional, ordered
@@ -55,7 +59,7 @@ class PlannedStep(ABC):
         check_tree(tree, self.traced, self.step)
         wanted = self.leaves(mesh)
         wanted.fit(leaves)
-        placed = jax.tree.unflatten(tree, wanted.placed(leaves))
+        placed = jax.tree.unflatten(tree, [_named(x, s) for x, s in zip(wanted.placed(leaves), wanted.shardings, strict=True)])
         placed = together(placed) if has_objects(args) else placed
         return placed if not names else (placed[: -len(names)], dict(zip(names, placed[-len(names) :], strict=True)))
 
@@ -66,6 +70,24 @@ class PlannedStep(ABC):
     @abstractmethod
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh on these devices."""
+
+    def meshes(self, devices: Sequence[Any] | None = None) -> tuple[Mesh, ...]:
+        """The mesh of each group of devices."""
+        return (self.mesh(devices),)
+
+    def fetch(self, tree: Any, *, devices: Sequence[Any] | None = None) -> Any:
+        """The tree with whole arrays of NumPy in place of its arrays, in every process: a loss to print, or a state to save.
+
+        Processes that share a plan make the same calls of this in the same order: what lies on the plan's devices is sent to all.
+        """
+        groups = {frozenset(mesh.devices.flat) for mesh in self.meshes(devices)}
+
+        def whole(x: Any) -> Any:
+            sharding = getattr(x, "sharding", None)
+            planned = isinstance(sharding, NamedSharding) and frozenset(sharding.device_set) in groups
+            return fetch(x) if planned else np.asarray(x)
+
+        return jax.tree.map(whole, tree)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0, devices: Sequence[Any] | None = None) -> Any:
         """The result of ``init_fn(*args)``, sharded like argument ``argument`` of the step and never whole on one device.
@@ -81,7 +103,7 @@ class PlannedStep(ABC):
         check_tree(tuple_of(trees), self.traced, self.step)
         wanted = self.leaves(self.mesh(devices)).part(leaves_of(self.traced.in_tree, (place,)))
         wanted.fit(jax.tree.leaves(made))
-        leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, wanted.shardings)
+        leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, jax.tree.leaves(made), wanted.shardings)
         return together(jax.tree.unflatten(trees[place], leaves))
 
     def check(
@@ -122,13 +144,27 @@ class PlannedStep(ABC):
             )
 
 
-def _made_in_place(make: Callable[..., list[Any]], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """The leaves that a function makes, with these shardings: for each group of devices a program that makes its own."""
+def _named(x: Any, sharding: NamedSharding) -> Any:
+    """An array in its place, which on one device could have a sharding without a mesh: `PlannedStep.fetch` would not know it."""
+    return jax.device_put(x, sharding) if isinstance(getattr(x, "sharding", None), SingleDeviceSharding) else x
+
+
+def _made_in_place(
+    make: Callable[..., list[Any]], args: Sequence[Any], shapes: Sequence[Any], shardings: Sequence[NamedSharding]
+) -> list[Any]:
+    """The leaves that a function makes, of these types and with these shardings: for each group of devices a program that makes
+    its own. A process runs those of the groups of whose devices it owns some.
+    """
     groups: dict[Any, list[int]] = {}
     for n, sharding in enumerate(shardings):
         groups.setdefault(sharding.mesh, []).append(n)
     found: dict[int, Any] = {}
-    for numbers in groups.values():
-        own = jax.jit(lambda *a, own=numbers: [make(*a)[n] for n in own], out_shardings=[shardings[n] for n in numbers])
-        found.update(zip(numbers, own(*args), strict=True))
+    for mesh, numbers in groups.items():
+        devices = mesh.devices.flatten().tolist()
+        if any(d.process_index == jax.process_index() for d in devices):
+            options, outs = compiled_apart(devices) or None, [shardings[n] for n in numbers]
+            own = jax.jit(lambda *a, own=numbers: [make(*a)[n] for n in own], out_shardings=outs, compiler_options=options)
+            found.update(zip(numbers, in_turn(launch_of(devices), own, *args), strict=True))
+        else:
+            found.update((n, _jax.absent_array(shapes[n], shardings[n])) for n in numbers)
     return [found[n] for n in range(len(shardings))]

@@ -13,27 +13,8 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from models import gpt, lenet, two_tower
-from shardplan.ir import Program
-from shardplan.mesh import Cluster
-from shardplan.regions.assignment import Assignment, on_devices
 from shardplan.verify.verify import verify
-from tests.placed import RandomGroups
-
-
-class Halves:
-    """The first half of the ops on the first devices, the rest on the last ones; ``shared`` devices belong to both."""
-
-    def __init__(self, shared: int = 0) -> None:
-        self.shared = shared
-
-    def __repr__(self) -> str:
-        return f"Halves({self.shared})"
-
-    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
-        """Each op's group."""
-        middle, half = len(program.ops) // 2, cluster.size // 2
-        first, last = tuple(range(half + self.shared)), tuple(range(half - self.shared, cluster.size))
-        return on_devices(program, {op.id: first if n < middle else last for n, op in enumerate(program.ops)})
+from tests.placed import Halves, RandomGroups
 
 
 @pytest.mark.parametrize("seed", [3, pytest.param(5, marks=pytest.mark.slow)])

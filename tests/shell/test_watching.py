@@ -109,7 +109,9 @@ def _port(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "victim", "when"), [(3, 1, "training"), (2, 0, "training"), (2, 0, "planning")])
+@pytest.mark.parametrize(
+    ("count", "victim", "when"), [(3, 1, "training"), (2, 0, "training"), (2, 0, "planning"), (2, 1, "placed")]
+)
 def test_a_killed_process_ends_those_that_train_with_it(count: int, victim: int, when: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .pipelines import Kind, Pipeline, Work, folded, looped
 
@@ -161,6 +161,15 @@ KNOWN: tuple[Callable[[int, int, int], Pipeline | None], ...] = (
     lambda devices, microbatches, each: dualpipe_v(devices, microbatches) if each == 2 and microbatches >= 2 * devices else None,
 )
 """Each schedule of so many devices, microbatches and chunks a device; None where it is for others."""
+
+
+def known_on(device: tuple[int, ...], microbatches: int) -> Iterator[Pipeline]:
+    """The schedules of the literature that run each chunk on the given device."""
+    devices = max(device) + 1
+    for make in KNOWN:
+        own = make(devices, microbatches, len(device) // devices)
+        if own is not None and own.device == device:
+            yield own
 
 
 class _Writer:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from .critical import TOLERANCE, shorten
 from .graph import Dag
 from .memory import Room
-from .pipeline_orders import KNOWN
+from .pipeline_orders import known_on
 from .pipelines import Kind, Pipeline, Run, Seconds, Work, folded, held_change, looped, needs, run
 from .schedules import Orders
 from .validation import checked
@@ -88,9 +88,7 @@ def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_
 
 def best_order(wanted: Wanted) -> tuple[Pipeline, Run]:
     """The shortest pipeline found for chunks on given devices."""
-    starts = [own for own in _known(wanted) if max(own.most_held) <= wanted.most]
-    starts += _listed(wanted)
-    found = sorted(((own, wanted.runs(own)) for own in starts), key=lambda pair: pair[1].makespan_s)
+    found = _starts(wanted)
     best, least_s = found[0], wanted.least_s * (1 + TOLERANCE)
     tasks = _Tasks(wanted)
     for start, _ in found[:SHORTENED]:
@@ -100,13 +98,22 @@ def best_order(wanted: Wanted) -> tuple[Pipeline, Run]:
     return best
 
 
+def shortest_start(wanted: Wanted) -> float:
+    """The seconds of the shortest pipeline from which `best_order` starts: an upper bound on those of its result."""
+    return _starts(wanted)[0][1].makespan_s
+
+
+def _starts(wanted: Wanted) -> list[tuple[Pipeline, Run]]:
+    """The schedules of the literature that keep the limit, and list schedules, the shortest first."""
+    starts = [own for own in _known(wanted) if max(own.most_held) <= wanted.most]
+    starts += _listed(wanted)
+    return sorted(((own, wanted.runs(own)) for own in starts), key=lambda pair: pair[1].makespan_s)
+
+
 def _known(wanted: Wanted) -> Iterator[Pipeline]:
     """The schedules of the literature on these devices, with their backward passes split: none is longer for it."""
-    devices = max(wanted.device) + 1
-    for make in KNOWN:
-        own = make(devices, wanted.microbatches, len(wanted.device) // devices)
-        if own is not None and own.device == wanted.device:
-            yield Pipeline(own.name, own.device, tuple(tuple(_split(order)) for order in own.orders))
+    for own in known_on(wanted.device, wanted.microbatches):
+        yield Pipeline(own.name, own.device, tuple(tuple(_split(order)) for order in own.orders))
 
 
 def _split(order: Sequence[Work]) -> Iterator[Work]:

@@ -20,7 +20,7 @@ from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData
 
-FORMAT = 18
+FORMAT = 19
 """Version of the plan file."""
 
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}
@@ -254,9 +254,11 @@ def _check_groups(data: PlacedData) -> None:
             raise ValueError(f"devices[{n}]: {error}") from error
         if own.fingerprint() != plan.cluster.fingerprint():
             raise ValueError(f"groups[{n}] is a plan for {plan.cluster.name}, not for its devices, {own.name}")
-    for name, of in (("outer", data.outer), ("inner", data.inner or {}), ("group_of", data.group_of)):
-        if strange := sorted({g for g in of.values() if g >= count}):
+    for name, groups in (("outer", data.outer.values()), ("chunks", data.chunks), ("group_of", data.group_of.values())):
+        if strange := sorted({g for g in groups if g >= count}):
             raise ValueError(f"{name} names the group {strange[0]}, there are {count}")
+    if strange := sorted({c for c in (data.inner or {}).values() if c >= len(data.chunks)}):
+        raise ValueError(f"inner names the chunk {strange[0]}, there are {len(data.chunks)}")
     known = [{a.path for a in plan.arguments} for plan in data.groups]
     for path, n in data.group_of.items():
         if path not in known[n]:

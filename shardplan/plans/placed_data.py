@@ -43,7 +43,8 @@ class PlacedData:
 
     Group n runs on ``devices[n]`` by the plan ``groups[n]``, whose program has the ops of this group; what was asked for (memory
     limit, microbatches, donated arguments and so on) stands there, the same in each group. ``outer`` is the group of each op of
-    the step, by id; in a pipeline, of each op outside of the loop over microbatches, and ``inner`` of each op in its body.
+    the step, by id; in a pipeline, of each op outside of the loop over microbatches. ``inner`` is then the chunk of layers of
+    each op in its body, and ``chunks`` the group that runs each chunk.
     ``group_of`` is the group that holds each argument, by path, in their order. ``issues`` is what is issued, in order.
     ``origin`` says where the groups come from, ``auto`` what ``placement="auto"`` was asked for, if it chose them, and
     ``placements_tried`` what it chose them among.
@@ -58,6 +59,7 @@ class PlacedData:
     groups: tuple[PlanData, ...]
     outer: Mapping[int, Number] = field(repr=False)
     inner: Mapping[int, Number] | None = field(repr=False)
+    chunks: tuple[Number, ...]
     group_of: Mapping[str, Number] = field(repr=False)
     issues: tuple[IssuedRow, ...] = field(repr=False)
     trace_s: Seconds
@@ -68,6 +70,11 @@ class PlacedData:
     fingerprint: str | None = None
     marks: tuple[str, ...] | None = None
     explanations: Mapping[str, str] | None = None
+
+    @property
+    def inner_groups(self) -> dict[int, int]:
+        """The group of each op in the body of the loop over microbatches, by id."""
+        return {op: self.chunks[chunk] for op, chunk in (self.inner or {}).items()}
 
     @property
     def argument_types(self) -> dict[str, str]:

@@ -18,7 +18,8 @@ class Assignment:
     """The groups, and the number of the group that runs each op of a program, by op id.
 
     Ops that depend on no input belong to no group: each group that reads them runs them itself. ``held`` are the groups that hold
-    inputs, by tensor, where that is given; ``everywhere`` are inputs that each group has.
+    inputs, by tensor, where that is given; ``everywhere`` are inputs that each group has. ``chunk`` is the chunk of layers of
+    each op, by op id, where a group runs several chunks one after the other (None: each group is one).
     """
 
     program: Program
@@ -26,6 +27,22 @@ class Assignment:
     of: Mapping[int, int]
     held: Mapping[int, int] | None = None
     everywhere: frozenset[int] = frozenset()
+    chunk: Mapping[int, int] | None = None
+
+    @cached_property
+    def chunk_of(self) -> Mapping[int, int]:
+        """The chunk of each op that a group runs, by op id."""
+        return self.of if self.chunk is None else self.chunk
+
+    @cached_property
+    def made_in(self) -> Mapping[int, int]:
+        """The chunk that makes each tensor that depends on an input and is the result of an op."""
+        return {t: self.chunk_of[op.id] for op in self.program.ops if op.id in self.of for t in op.outputs}
+
+    def is_foreign(self, tensor: int, op: Op) -> bool:
+        """Whether an op reads a tensor of another group or chunk."""
+        group, chunk = self.of[op.id], self.chunk_of[op.id]
+        return self.at.get(tensor, group) != group or self.made_in.get(tensor, chunk) != chunk
 
     @cached_property
     def maker(self) -> Mapping[int, int]:

@@ -20,8 +20,15 @@ Cut = Split | LoopSplit
 """A step cut into segments, as a whole or as a loop over microbatches."""
 
 
-def cut_of(program: Program, groups: Sequence[Group], outer: Mapping[int, int], inner: Mapping[int, int] | None) -> Cut:
-    """The step whose ops run on these groups; ``inner`` has those of the body of its loop over microbatches, if it has one.
+def cut_of(
+    program: Program,
+    groups: Sequence[Group],
+    outer: Mapping[int, int],
+    inner: Mapping[int, int] | None,
+    chunks: tuple[int, ...] = (),
+) -> Cut:
+    """The step whose ops run on these groups; ``inner`` has the chunks of the body of its loop over microbatches, if it has one,
+    and ``chunks`` the group of each.
 
     Raises:
         PlacementError: for an op without a group.
@@ -34,7 +41,7 @@ def cut_of(program: Program, groups: Sequence[Group], outer: Mapping[int, int], 
         for op in part.ops:
             if op.id not in of and op.id not in free and op is not loop:
                 raise PlacementError(f"there is no group for {op.primitive} at {op.source}")
-    return LoopSplit(program, loop, tuple(groups), outer, inner)
+    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks)
 
 
 def group_parts(cut: Cut) -> tuple[Part, ...]:

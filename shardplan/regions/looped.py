@@ -180,12 +180,20 @@ class _Group:
         sliced = set(split.body.inputs[split.consts + split.carries :])
         moved = [t for t in self.body.inputs if t in split.of_outer and t not in starts and t not in sliced]
         self._moved(moved, pieces, tasks)
-        slices = [t for t in self.body.inputs if t in sliced]
-        if slices:
-            outer = [s for t in slices if isinstance(s := split.of_outer[t], int)]
-            name, made = f"microbatch of group {self.group}", tuple(offset + t for t in slices)
+        slices: dict[int, list[int]] = {}  # by the chunk that reads them first
+        for t in self.body.inputs:
+            if t in sliced:
+                slices.setdefault(self._first_reader(t), []).append(t)
+        for chunk, own in sorted(slices.items()):
+            outer = [s for t in own if isinstance(s := split.of_outer[t], int)]
+            name, made = f"microbatch of group {self.group}", tuple(offset + t for t in own)
             tasks += [Task(len(pieces), k, _whole(outer), tuple((t, k) for t in made)) for k in range(split.count)]
-            pieces.append(Piece(name, self.group, tuple(outer), made, "slice", kind="forward"))
+            pieces.append(Piece(name, self.group, tuple(outer), made, "slice", kind="forward", chunk=chunk))
+
+    def _first_reader(self, t: int) -> int:
+        """The first chunk of the group that reads a slice."""
+        pairs = zip(self.split.inside.segments, self.split.inside.boundaries, strict=True)
+        return min(s.chunk for s, b in pairs if s.group == self.group and t in b.reads)
 
     def _starts(self) -> dict[int, Constant]:
         """What enters the loop as one value everywhere: a literal, or the zeros that an accumulator starts from."""
@@ -235,7 +243,7 @@ class _Group:
             name = f"segment {n} of group {self.group}"
             piece = segment_piece(name, self.group, program, names, self.inner_own, ends, self.replicate)
             number = len(pieces)
-            pieces.append(replace(piece, kind=self.split.kinds[n]))
+            pieces.append(replace(piece, kind=self.split.kinds[n], chunk=segment.chunk))
             for k in range(self.split.count):
                 read = tuple((offset + t, WHOLE if t in whole else k) for t in reads)
                 made = tuple((offset + nexts[t], k + 1) if t in nexts else (offset + t, k) for t in makes)

@@ -27,8 +27,9 @@ MARK = "microbatches"
 class LoopSplit:
     """A step whose loop over microbatches is cut into segments, as are the ops before and after it.
 
-    ``outer`` and ``inner`` are the groups of ops outside of the loop and in its body, by op id. The programs that groups plan
-    count ``in_flight`` [groups] microbatches between their forward and backward passes (None: all).
+    ``outer`` is the group of each op outside of the loop, by op id, ``inner`` the chunk of layers of each op in its body, and
+    ``chunks`` the group that runs each chunk. The programs that groups plan count ``in_flight`` [chunks] microbatches between
+    their forward and backward passes (None: all).
     """
 
     program: Program
@@ -36,6 +37,7 @@ class LoopSplit:
     groups: tuple[Group, ...]
     outer: Mapping[int, int]
     inner: Mapping[int, int]
+    chunks: tuple[int, ...]
     in_flight: tuple[int, ...] | None = None
 
     @property
@@ -81,40 +83,45 @@ class LoopSplit:
     def inside(self) -> Split:
         """The body cut into segments. What enters the loop whole, or slice by slice, is in each group that reads it."""
         body = self.body
-        makers = {t: self.inner[op.id] for op in body.ops if op.id in self.inner for t in op.outputs}
+        makers = {t: self.chunks[self.inner[op.id]] for op in body.ops if op.id in self.inner for t in op.outputs}
         held = {t: makers.get(o, 0) if isinstance(o, int) else 0 for t, o in zip(self.carry_inputs, body.outputs, strict=False)}
         everywhere = frozenset(t for t in body.inputs if t not in held)
         names = (tuple(f"value {t} of a microbatch" for t in own) for own in (body.inputs, body.outputs))
         paths, results = names
         program = replace(body, input_paths=paths, output_paths=results, feedback=(None,) * len(body.outputs))
         free = free_ops(body)
-        of = {op.id: self.inner[op.id] for op in body.ops if op.id not in free}
-        assignment = Assignment(program, self.groups, of, held, everywhere)
+        chunk = {op.id: self.inner[op.id] for op in body.ops if op.id not in free}
+        of = {i: self.chunks[c] for i, c in chunk.items()}
+        assignment = Assignment(program, self.groups, of, held, everywhere, chunk)
         return Split(assignment, segments_of(assignment))
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """What each segment of the body computes.
 
-        A segment is "forward" until something comes from a later group, then "backward" if another group waits for it, and
-        "weight" when the group before has what it waits for. In the first group all of the backward pass is "both".
+        A segment is "forward" until something comes from a later chunk, then "backward" if another chunk waits for it, and
+        "weight" when the chunk before has what it waits for. In the first chunk all of the backward pass is "both".
         """
-        inside, targets = self.inside, dict[int, list[int]]()
-        for m in inside.transfers:
-            targets.setdefault(m.tensor, []).append(m.target)
-        late = {(m.target, m.tensor) for m in inside.transfers if m.source > m.target}
-        served: set[int] = set()  # groups that have sent what the group before waits for
+        inside = self.inside
+        maker = inside.assignment.made_in
+        readers: dict[int, set[int]] = {}  # the other chunks that read a tensor
+        for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
+            for t in boundary.reads:
+                readers.setdefault(t, set()).update({segment.chunk} - {maker.get(t)})
+        late: set[int] = set()  # tensors of chunks that have heard of a later one
+        served: set[int] = set()  # chunks that have sent what the chunk before waits for
         found: list[Kind] = []
         for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
-            group = segment.group
-            waits = any((group, t) in late for t in boundary.reads)
-            late.update((group, t) for t in boundary.makes if waits)
-            readers = [g for t in boundary.makes for g in targets.get(t, ())]
-            if readers or not (waits or group in served):
+            chunk = segment.chunk
+            makers = [(maker.get(t, chunk), t) for t in boundary.reads]
+            waits = any(c > chunk or (c == chunk and t in late) for c, t in makers)
+            late.update(boundary.makes if waits else ())
+            others = {c for t in boundary.makes for c in readers.get(t, ())}
+            if others or not (waits or chunk in served):
                 found.append("backward" if waits else "forward")
             else:
-                found.append("weight" if group in served else "both")
-            served.update({group} if any(g < group for g in readers) else ())
+                found.append("weight" if chunk in served else "both")
+            served.update({chunk} if others and min(others) < chunk else ())
         return tuple(found)
 
     @cached_property
@@ -305,10 +312,15 @@ class LoopSplit:
         if self.in_flight is None:
             return self.count
         inside = self.inside
-        own = [(k, b) for k, s, b in zip(self.kinds, inside.segments, inside.boundaries, strict=True) if s.group == group]
-        first = any(kind == "forward" and (t in b.makes or t in b.reads) for kind, b in own)
-        kept = first and any(kind != "forward" and t in b.reads for kind, b in own)
-        return min(self.count, (self.in_flight[group] if kept else 1) + (inside.assignment.at.get(t, group) != group))
+        own = [
+            (kind, segment.chunk, boundary)
+            for kind, segment, boundary in zip(self.kinds, inside.segments, inside.boundaries, strict=True)
+            if segment.group == group
+        ]
+        first = [c for kind, c, b in own if kind == "forward" and (t in b.makes or t in b.reads)]
+        kept = first and any((kind != "forward" or c != first[0]) and t in b.reads for kind, c, b in own)
+        most = self.in_flight[first[0]] if kept else 1
+        return min(self.count, most + (inside.assignment.at.get(t, group) != group))
 
 
 def loop_of(program: Program) -> Op:

@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardplan.dag.pipeline_orders import gpipe, one_f_one_b, zb_h1
+from shardplan.dag.pipeline_orders import known_on
 from shardplan.dag.pipeline_search import Wanted, best_order
-from shardplan.dag.pipelines import Kind, Pipeline, Seconds, looped
+from shardplan.dag.pipelines import Kind, Pipeline, Seconds
 from shardplan.placement.device_topology import Machine
 from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
@@ -63,26 +63,28 @@ ROUNDING = 1e-9
 def restricted(graph: TaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
     """The same tasks with fewer microbatches in flight than there are, and in the orders of pipelines; none without microbatches.
 
-    A limit is ``slack`` times as many microbatches as stages follow a stage, itself included (1F1B: Narayanan et al. 2021,
-    section 2.2), or as many for all stages (ZB-H1: Qi et al. 2023, section 2.3). Orders are those of the literature and, for each
-    limit, the best found for the seconds of the stages (`shardplan.dag.pipeline_search`).
+    A limit is ``slack`` times as many microbatches as chunks follow a chunk, itself included (1F1B: Narayanan et al. 2021,
+    section 2.2), or as many for all chunks (ZB-H1: Qi et al. 2023, section 2.3). Orders are those of the literature and, for each
+    limit, the best found for the seconds of the chunks (`shardplan.dag.pipeline_search`).
     """
-    stages = _stages(graph)
-    count = max((len(stage.tasks) for stage in stages), default=0)
+    chunks = chunks_of(graph)
+    count = max((len(chunk.tasks) for chunk in chunks), default=0)
     if count < 2:
         return
     numbers = _numbers(count)
-    limits = [tuple(min(slack * (len(stages) - place), count) for place in range(len(stages))) for slack in numbers]
-    limits += [(most,) * len(stages) for most in numbers if most < count]
+    limits = [tuple(min(slack * (len(chunks) - place), count) for place in range(len(chunks))) for slack in numbers]
+    limits += [(most,) * len(chunks) for most in numbers if most < count]
     for most in dict.fromkeys(limits):
-        yield _limited(stages, waiting, most)
-    device, seconds = looped(len(stages), 1), tuple(stage.seconds for stage in stages)
-    for make in (gpipe, one_f_one_b, zb_h1):
-        yield _ordered(stages, waiting, make(len(stages), count))
-    for most in numbers:
-        wanted = Wanted(device, seconds, count, most)
+        yield _limited(chunks, waiting, most)
+    groups = sorted({chunk.group for chunk in chunks})
+    device = tuple(groups.index(chunk.group) for chunk in chunks)
+    for pipeline in known_on(device, count):
+        yield _ordered(chunks, waiting, pipeline)
+    each = len(device) // len(groups)
+    for most in numbers if each == 1 else (len(device), each * count):
+        wanted = Wanted(device, tuple(chunk.seconds for chunk in chunks), count, most)
         pipeline, run = best_order(wanted)
-        yield _ordered(stages, waiting, pipeline)
+        yield _ordered(chunks, waiting, pipeline)
         if run.makespan_s <= wanted.least_s * (1 + ROUNDING):
             return  # no limit above is of use
 
@@ -100,43 +102,45 @@ def _numbers(count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
-    """A group that runs microbatches: its tasks by microbatch, in the order of their pieces, the kinds of the pieces by task, and
+class Chunk:
+    """A chunk of layers on its group: its tasks by microbatch, in the order of their pieces, the kinds of the pieces by task, and
     the seconds of a microbatch.
     """
 
+    group: int
     tasks: Mapping[int, list[int]]
     kinds: Mapping[int, Kind]
     seconds: Seconds
 
 
-def _stages(graph: TaskGraph) -> list[_Stage]:
-    """The groups that run microbatches."""
-    runs: dict[int, dict[int, list[int]]] = {}
+def chunks_of(graph: TaskGraph) -> list[Chunk]:
+    """The chunks of a pipeline."""
+    runs: dict[tuple[int, int], dict[int, list[int]]] = {}
     for n, task in enumerate(graph.tasks):
         piece = graph.pieces[task.piece]
         if piece.kind is not None:
-            runs.setdefault(piece.group, {}).setdefault(task.microbatch, []).append(n)
-    found: list[_Stage] = []
-    for _, own in sorted(runs.items()):
+            runs.setdefault((piece.chunk, piece.group), {}).setdefault(task.microbatch, []).append(n)
+    found: list[Chunk] = []
+    for (_, group), own in sorted(runs.items()):
         kinds: dict[int, Kind] = {}
         for tasks in own.values():
             kinds |= {n: kind for n in tasks if (kind := graph.pieces[graph.tasks[n].piece].kind) is not None}
         took: dict[Kind, float] = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "both": 0.0}
         for n in next(iter(own.values())):
             took[kinds[n]] += graph.pieces[graph.tasks[n].piece].seconds
-        found.append(_Stage(own, kinds, Seconds(took["forward"], took["backward"] + took["both"], took["weight"])))
+        seconds = Seconds(took["forward"], took["backward"] + took["both"], took["weight"])
+        found.append(Chunk(group, own, kinds, seconds))
     return found
 
 
-def _limited(stages: Sequence[_Stage], waiting: Sequence[Waiting], most: Sequence[int]) -> list[Waiting]:
-    """The forward pass of a microbatch in a group waits for the last task of an earlier one; ``most`` [stages] are in flight."""
+def _limited(chunks: Sequence[Chunk], waiting: Sequence[Waiting], most: Sequence[int]) -> list[Waiting]:
+    """The forward pass of a microbatch in a chunk waits for the last task of an earlier one; ``most`` [chunks] are in flight."""
     found = list(waiting)
-    for stage, limit in zip(stages, most, strict=True):
-        for k, tasks in stage.tasks.items():
+    for chunk, limit in zip(chunks, most, strict=True):
+        for k, tasks in chunk.tasks.items():
             for n in tasks if k >= limit else ():
-                if stage.kinds[n] == "forward":
-                    found[n] = _after(found[n], stage.tasks[k - limit][-1])
+                if chunk.kinds[n] == "forward":
+                    found[n] = _after(found[n], chunk.tasks[k - limit][-1])
     return found
 
 
@@ -149,11 +153,16 @@ _RUN_AT: Mapping[Kind, tuple[Kind, ...]] = {
 """The kinds of pieces that run where a pipeline has a task."""
 
 
-def _ordered(stages: Sequence[_Stage], waiting: Sequence[Waiting], pipeline: Pipeline) -> list[Waiting]:
+def _ordered(chunks: Sequence[Chunk], waiting: Sequence[Waiting], pipeline: Pipeline) -> list[Waiting]:
     """The tasks of each group wait for each other in the order of a pipeline."""
     found = list(waiting)
-    for stage, order in zip(stages, pipeline.orders, strict=True):
-        own = [n for work in order for n in stage.tasks[work.microbatch] if stage.kinds[n] in _RUN_AT[work.kind]]
+    for order in pipeline.orders:
+        own = [
+            n
+            for work in order
+            for n in chunks[work.chunk].tasks[work.microbatch]
+            if chunks[work.chunk].kinds[n] in _RUN_AT[work.kind]
+        ]
         for a, b in pairwise(own):
             found[b] = _after(found[b], a)
     return found

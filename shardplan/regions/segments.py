@@ -1,9 +1,10 @@
 """A placed step as segments: ops that one group runs as one program, without waiting for another group in between.
 
 The *level* of an op counts the transfers between groups on the longest way to it. Ops of one group and level form a segment. An
-op that no other group waits for moves to the level of its first reader, so that its result is not held for long. A segment is cut
-once more: first the ops that other groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the
-backward pass of zero-bubble schedules, Qi et al. 2023, section 2).
+op that no other group waits for moves to the level of its first reader, so that its result is not held for long. Where a group
+runs several chunks of layers, each is cut as if it were a group of its own. A segment is cut once more: first the ops that other
+groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the backward pass of zero-bubble
+schedules, Qi et al. 2023, section 2).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from shardplan.regions.assignment import Assignment
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ops of a group, by id, in the order of the step. ``awaited``: other groups wait for its results."""
+    """Ops of a chunk of a group, by id, in the order of the step. ``awaited``: other groups or chunks wait for its results."""
 
     group: int
+    chunk: int
     level: int
     awaited: bool
     ops: tuple[int, ...]
@@ -31,53 +33,54 @@ def segments_of(assignment: Assignment) -> tuple[Segment, ...]:
     awaited = _awaited(assignment, ops, levels)
     members: dict[tuple[int, int, bool], list[int]] = {}
     for op in ops:
-        members.setdefault((levels[op.id], assignment.of[op.id], op.id not in awaited), []).append(op.id)
-    return tuple(Segment(group, level, not rest, tuple(own)) for (level, group, rest), own in sorted(members.items()))
+        members.setdefault((levels[op.id], assignment.chunk_of[op.id], op.id not in awaited), []).append(op.id)
+    return tuple(
+        Segment(assignment.of[own[0]], chunk, level, not rest, tuple(own))
+        for (level, chunk, rest), own in sorted(members.items())
+    )
 
 
 def _earliest(assignment: Assignment, ops: list[Op]) -> dict[int, int]:
-    """The transfers between groups on the longest way to each op, from the first op that runs."""
+    """The transfers between chunks on the longest way to each op, from the first op that runs."""
     maker: dict[int, int] = {}
     levels: dict[int, int] = {}
     for op in ops:
-        group = assignment.of[op.id]
-        before = [maker[t] for t in op.tensors if t in maker]
-        levels[op.id] = max((levels[p] + (assignment.of[p] != group) for p in before), default=0)
+        before = [(maker[t], assignment.is_foreign(t, op)) for t in op.tensors if t in maker]
+        levels[op.id] = max((levels[p] + foreign for p, foreign in before), default=0)
         maker.update(dict.fromkeys(op.outputs, op.id))
     return levels
 
 
 def _sunk(assignment: Assignment, ops: list[Op], earliest: dict[int, int]) -> dict[int, int]:
-    """The levels once ops that only later segments of their own group read have moved there."""
+    """The levels once ops that only later segments of their own chunk read have moved there."""
     returned = assignment.program.returned
     levels = dict(earliest)
-    reader: dict[int, int] = {}  # the lowest level of a reader in the own group, by tensor
-    awaited: set[int] = set()  # tensors that another group reads
+    reader: dict[int, int] = {}  # the lowest level of a reader in the own chunk, by tensor
+    awaited: set[int] = set()  # tensors that another chunk reads
     for op in reversed(ops):
-        group = assignment.of[op.id]
         readers = [reader[t] for t in op.outputs if t in reader]
         if readers and not op.acts and awaited.isdisjoint(op.outputs) and returned.isdisjoint(op.outputs):
             levels[op.id] = min(readers)
         for t in op.tensors:
-            if assignment.at.get(t, group) == group:
-                reader[t] = min(reader.get(t, levels[op.id]), levels[op.id])
-            else:
+            if assignment.is_foreign(t, op):
                 awaited.add(t)
+            else:
+                reader[t] = min(reader.get(t, levels[op.id]), levels[op.id])
     return levels
 
 
 def _awaited(assignment: Assignment, ops: list[Op], levels: dict[int, int]) -> frozenset[int]:
-    """The ops of each segment that another group waits for."""
-    awaited_at: dict[int, set[int]] = {}  # by tensor, the levels at which awaited ops of its own group read it
-    foreign: set[int] = set()  # tensors that another group reads
+    """The ops of each segment that another chunk waits for."""
+    awaited_at: dict[int, set[int]] = {}  # by tensor, the levels at which awaited ops of its own chunk read it
+    foreign: set[int] = set()  # tensors that another chunk reads
     found: set[int] = set()
     for op in reversed(ops):
-        group, level = assignment.of[op.id], levels[op.id]
+        level = levels[op.id]
         awaited = any(t in foreign or level in awaited_at.get(t, ()) for t in op.outputs)
         if awaited:
             found.add(op.id)
         for t in op.tensors:
-            if assignment.at.get(t, group) != group:
+            if assignment.is_foreign(t, op):
                 foreign.add(t)
             elif awaited:
                 awaited_at.setdefault(t, set()).add(level)

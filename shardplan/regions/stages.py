@@ -1,8 +1,9 @@
 """The stages of a pipeline: for each op of a step in microbatches the group that runs it.
 
-The forward pass of one microbatch is cut, in the order of the step, where few bytes cross and stages take about as long. An op of
-the backward pass belongs to the stage of the weight or saved value that it reads, and no later than the gradients that it reads;
-the optimizer's ops to the stage whose gradients they read.
+The forward pass of one microbatch is cut into chunks, in the order of the step, where few bytes cross and chunks take about as
+long. Each group runs one chunk, or several of them (the virtual stages of Narayanan et al. 2021, section 2.2). An op of the
+backward pass belongs to the chunk of the weight or saved value that it reads, and no later than the gradients that it reads; the
+optimizer's ops to the group whose gradients they read.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ WINDOW = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The stage of each op outside of the loop, and of each op of its body, by op id."""
+    """The group of each op outside of the loop, and the chunk of each op of its body, by op id."""
 
     outer: Mapping[int, int]
     inner: Mapping[int, int]
 
 
-def stages_of(program: Program, loop: Op, count: int, device: Device, replicate: Sequence[str] = ()) -> Stages:
-    """The stages of a step.
+def stages_of(program: Program, loop: Op, chunks: Sequence[int], device: Device, replicate: Sequence[str] = ()) -> Stages:
+    """The stages of a step. ``chunks`` is the group that runs each chunk.
 
     Raises:
-        PlacementError: if the forward pass has fewer places to cut than stages need.
+        PlacementError: if the forward pass has fewer places to cut than chunks need.
     """
     body = loop.bodies[0]
     seconds = _seconds(flatten(body, replicate=replicate), device)
-    inner = _inner(body, int(loop.params["num_consts"]), int(loop.params["num_carry"]), count, seconds)
-    return Stages(_outer(program, loop, inner), inner)
+    inner = _inner(body, int(loop.params["num_consts"]), int(loop.params["num_carry"]), len(chunks), seconds)
+    return Stages({op: chunks[c] for op, c in _outer(program, loop, inner).items()}, inner)
 
 
 def _seconds(graph: Graph, device: Device) -> dict[int, float]:

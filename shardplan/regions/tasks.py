@@ -40,7 +40,8 @@ class Piece:
 
     "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
     ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it runs.
-    ``kind`` is what a piece of a pipeline computes of a microbatch: "forward" also where it cuts it out.
+    ``kind`` is what a piece of a pipeline computes of a microbatch ("forward" also where it cuts it out), for which ``chunk`` of
+    layers.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Piece:
     start: tuple[Constant, ...] = ()
     inside_bytes: int = 0
     kind: Kind | None = None
+    chunk: int = 0
 
     @property
     def seconds(self) -> float:

@@ -68,7 +68,7 @@ class View:
         """The group of each op, where there are groups."""
         if isinstance(self.data, PlanData):
             return {}
-        of = {"outer": self.data.outer, "inner": self.data.inner or {}}
+        of = {"outer": self.data.outer, "inner": self.data.inner_groups}
         return {(where, op): group for where, groups in of.items() for op, group in groups.items()}
 
     @property

@@ -154,7 +154,7 @@ def _sent(graph: TaskGraph, n: int) -> list[str]:
 
 def _ops_by_group(plan: PlacedData, program: Program) -> Mapping[int, Sequence[Op]]:
     """The ops of each group, in the order of the step; those of a pipeline are the ones of a microbatch, without sums."""
-    of = plan.outer if plan.inner is None else plan.inner
+    of = plan.outer if plan.inner is None else plan.inner_groups
     ops, totals = program.ops, set[int]()
     if plan.inner is not None:
         loop = loop_of(program)

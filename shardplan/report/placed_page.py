@@ -157,7 +157,8 @@ def _lines(plan: PlacedData, placed: PlacedStep) -> Iterator[LineRow]:
 def _placed_ops(plan: PlacedData, placed: PlacedStep) -> Iterator[tuple[Op, int]]:
     """The ops of the step, each with its group: those of a pipeline's microbatch, then those outside of its loop."""
     if plan.inner is not None:
-        yield from ((op, plan.inner[op.id]) for op in loop_of(placed.program).bodies[0].ops if op.id in plan.inner)
+        inner = plan.inner_groups
+        yield from ((op, inner[op.id]) for op in loop_of(placed.program).bodies[0].ops if op.id in inner)
     yield from ((op, plan.outer[op.id]) for op in placed.program.ops if op.id in plan.outer)
 
 

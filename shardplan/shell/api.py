@@ -45,7 +45,7 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.search.session import Session
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
-from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, stages_in
+from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, chunks_in, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.offload_option import Hosted, read_hosted
@@ -111,7 +111,8 @@ def plan(
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
         axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with these
             rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`). With
-            "stage", the step runs as a pipeline of so many stages (and ``microbatches``), and the result is a `PlacedPlan`.
+            "stage", the step runs as a pipeline of so many stages (and ``microbatches``), and the result is a `PlacedPlan`. A
+            stage is one chunk of the layers, or two where that is faster; "chunk" gives their number.
         factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
             whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
@@ -166,7 +167,7 @@ def plan(
     donated, (step, args) = positions(donate_argnums, len(args), "donate_argnums"), as_positional(step, args, kwargs)
     resolved, mesh = resolve_cluster(cluster)
     limit = read_limit(memory_limit, resolved.device, os.environ)
-    stages, axes = stages_in(axes)
+    each, (stages, axes) = chunks_in(axes), stages_in(axes)
     inside = resolved if stages == 1 else group_cluster(resolved, stage_groups(resolved, stages)[0])
     fixed, sizes = checked_factors(factors, inside), checked_axes(axes, inside, factors, measure)
     traced, traced_at = _traced(step, args, donated, traced, observer), time.perf_counter()
@@ -184,7 +185,7 @@ def plan(
     if stages == 1 and placement == "auto":
         refuse_with_groups({"backend": runner != "explicit", "axes": axes, "factors": factors})
         return best_placement(asked, on_all_devices, batch_argnums)
-    return on_groups(asked, stages, placement)
+    return on_groups(asked, stages, each, placement)
 
 
 def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted: Hosted) -> Plan:

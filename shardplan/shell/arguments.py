@@ -162,7 +162,7 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PURPOSE=N",
         help="sizes of data, fsdp, tensor, sequence, expert or replica: data=16,tensor=4 (default: the search decides); "
-        "stage=4 makes a pipeline",
+        "stage=4 makes a pipeline, stage=4,chunk=2 one of two chunks of layers a stage",
     )
     one.add_argument("--microbatches", type=int, metavar="N", help="parts of the batch that run one after the other (default: 1)")
     one.add_argument(

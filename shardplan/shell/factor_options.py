@@ -92,11 +92,24 @@ def checked_axes(
 
 
 def stages_in(axes: Mapping[str, int] | None) -> tuple[int, Mapping[str, int] | None]:
-    """(the number of stages that the user asks for, the other axes; None where the search may choose)."""
+    """(the number of stages that the user asks for, the axes inside of them; None where the search may choose)."""
     if not isinstance(axes, Mapping) or "stage" not in axes:
         return 1, axes
-    others = {name: size for name, size in axes.items() if name != "stage"}
+    others = {name: size for name, size in axes.items() if name not in ("stage", "chunk")}
     return axes["stage"], others or None
+
+
+def chunks_in(axes: Mapping[str, int] | None) -> int | None:
+    """The number of chunks of layers in each stage that the user asks for; None where the planner may choose.
+
+    Raises:
+        ClusterError: for what is no number above 0.
+    """
+    if not isinstance(axes, Mapping) or "stage" not in axes or "chunk" not in axes:
+        return None
+    if not _is_size(axes["chunk"]):
+        raise ClusterError(f"axes: chunk={axes['chunk']!r} is no number of chunks: give 1, 2 or more, or leave it out")
+    return axes["chunk"]
 
 
 def read_axes(texts: Sequence[str], option: str = "--axes") -> dict[str, int] | None:

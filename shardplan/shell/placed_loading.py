@@ -30,7 +30,7 @@ def placed_for_step(name: str, data: PlacedData, step: Callable[..., Any], trace
     replicate = data.groups[0].replicate
     try:
         program = microbatched(traced.program, data.groups[0].microbatches, replicate)
-        cut = cut_of(program, data.devices, data.outer, data.inner)
+        cut = cut_of(program, data.devices, data.outer, data.inner, data.chunks)
         _check_groups(name, data, cut)
         graph = graph_of(cut, group_choices(data.groups), replicate)
         placed = step_of(cut, graph, in_order(graph, _issues(data, graph)))

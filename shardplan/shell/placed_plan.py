@@ -153,6 +153,11 @@ class PlacedPlan(PlannedStep):
         return self._data.devices
 
     @property
+    def chunks(self) -> tuple[int, ...]:
+        """The group that runs each chunk of the layers of a pipeline, first to last; empty for other placements."""
+        return self._data.chunks
+
+    @property
     def step_time_s(self) -> float:
         """Seconds of a step: when the last segment or transfer ends."""
         return self.placed.dispatch.step_time_s

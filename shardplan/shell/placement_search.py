@@ -117,16 +117,17 @@ class _Search:
         if not counts:
             self._leave_out(_PIPELINES, f"{asked.searcher.cluster.name} is not cut into stages of {blocks} equal blocks in a row")
         for n, stages in enumerate(counts):
-            self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, 0.5 + 0.4 * n / len(counts)))
+            each, progress = 2 if 2 * stages <= blocks else 1, 0.5 + 0.4 * n / len(counts)
+            self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, each, progress))
 
-    def _pipeline(self, stages: int, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
-        """Tries a pipeline.
+    def _pipeline(self, stages: int, each: int, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
+        """Tries a pipeline of up to ``each`` chunks of layers a stage.
 
         Raises:
             MicrobatchError: if the step cannot be cut into microbatches.
         """
         asked, count = self._asked, parts.count
-        what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, count)
+        what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, each, count)
         if least_s >= self._to_beat_s(on_groups=True):
             self._leave_out(what, f"estimated at {seconds(least_s)} or more")
             return None
@@ -154,18 +155,18 @@ class _Search:
         except MicrobatchError as error:  # none of these numbers can be
             self._leave_out(what, error)
 
-    def _estimate_s(self, stages: int, count: int) -> float:
+    def _estimate_s(self, stages: int, each: int, count: int) -> float:
         """An estimate, on the low side, of the seconds of a pipeline: the least compute of any plan, and the least that devices
         wait.
 
         Stages run an op in at least as many parts as there are devices (``count`` microbatches on a ``stages``-th of them), and
         parts are not cheaper than their share of the op. Only ops outside of the loop may have fewer launches. ZB-H1 (Qi et al.
-        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute.
+        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute; chunks divide that.
         """
         if self._everywhere is None:
             return 0.0
         problem = self._everywhere.session.problem
-        return least_s(problem) / problem.objective.weights.compute * (1 + (stages - 1) / count / 3)
+        return least_s(problem) / problem.objective.weights.compute * (1 + (stages - 1) / count / 3 / each)
 
     def branches(self) -> None:
         """Tries the branches of the step on disjoint groups of devices."""

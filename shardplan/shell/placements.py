@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, assert_never, runtime_checkable
 
 from shardplan.dag.pipeline_orders import one_f_one_b
+from shardplan.dag.pipelines import folded, looped
 from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, ShardplanError
 from shardplan.graph import flatten
 from shardplan.ir import Program
@@ -26,10 +27,12 @@ from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.cuts import Cut, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched, peak_bytes
 from shardplan.regions.group_plans import group_plans
-from shardplan.regions.group_programs import split
+from shardplan.regions.group_programs import Split, split
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
-from shardplan.search.inference.anytime import Stopped
+from shardplan.regions.virtual_stages import two_chunks
+from shardplan.search.coarsening.layers import equal_blocks
+from shardplan.search.inference import anytime
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.placed_plan import PlacedPlan
 
@@ -46,8 +49,8 @@ class Placed(Protocol):
 PlacementLike = str | os.PathLike[str] | Placed
 
 
-def on_groups(asked: Asked, stages: int, placement: PlacementLike) -> PlacedPlan:
-    """The plan of a step on groups of devices: as a pipeline, or as a placement says.
+def on_groups(asked: Asked, stages: int, each: int | None, placement: PlacementLike) -> PlacedPlan:
+    """The plan of a step on groups of devices: as a pipeline, with ``each`` as in `staged_plan`, or as a placement says.
 
     Raises:
         ShardplanError: for both at once, or for options that a placement does not take.
@@ -59,7 +62,7 @@ def on_groups(asked: Asked, stages: int, placement: PlacementLike) -> PlacedPlan
         refuse_with_groups({"placement": placement != "one"})
         if asked.microbatches.count == 1:
             raise PlacementError(f"{stages} stages take turns with one microbatch: give microbatches, for example {4 * stages}")
-        return staged_plan(asked, microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), stages)
+        return staged_plan(asked, microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), stages, each)
     refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
     origin = placement if isinstance(placement, str) else type(placement).__name__
     return placed_plan(asked, _assignment(asked, placement), origin)
@@ -72,42 +75,64 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
         PlacementError: for a step that names mesh axes.
         MemoryLimitError: if the ops of a group fit its devices in no layout, or those of all groups together do not fit.
     """
-    return _plan(asked, split(assignment), assignment.of, None, origin)[0]
+    return _plan(asked, split(assignment), origin)[0]
 
 
-def staged_plan(asked: Asked, program: Program, stages: int) -> PlacedPlan:
-    """The plan of a step as a pipeline of stages, on equal groups of consecutive devices.
+def staged_plan(asked: Asked, program: Program, stages: int, each: int | None = None) -> PlacedPlan:
+    """The fastest plan of a step as a pipeline of stages, on equal groups of consecutive devices.
 
-    ``program`` is the step in microbatches.
+    ``program`` is the step in microbatches. A stage is ``each`` chunks of the layers; None: one, or two where that is faster.
 
     Raises:
-        PlacementError: if the step has fewer places to cut than stages need, or names mesh axes.
+        PlacementError: if the step has fewer places to cut than chunks need, or names mesh axes.
         MemoryLimitError: if a stage fits its devices in no layout, or not with its microbatches in flight.
     """
-    cluster, replicate = asked.searcher.cluster, asked.searcher.replicate
     if program.meshed:
         raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
-    loop, groups = loop_of(program), stage_groups(cluster, stages)
-    where = stages_of(program, loop, stages, cluster.device, replicate)
-    cut = LoopSplit(program, loop, groups, where.outer, where.inner)
-    return _with_fewer_in_flight(asked, cut, f"{stages} stages")
+    groups = stage_groups(asked.searcher.cluster, stages)
+    if each is not None and each > 1:
+        ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
+        return min((chunked_plan(asked, program, groups, chunks) for chunks in ways), key=lambda p: p.step_time_s)
+    plan = chunked_plan(asked, program, groups, looped(stages, 1))
+    return plan if each == 1 else _in_two_chunks(asked, program, groups, plan)
 
 
-def _with_fewer_in_flight(asked: Asked, cut: LoopSplit, origin: str) -> PlacedPlan:
-    """The fastest plan of a pipeline that fits.
+def _in_two_chunks(asked: Asked, program: Program, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
+    """A pipeline of two chunks for each group where that is faster than the plan of one each, else that plan."""
+    if plan.stopped or anytime.late(asked.searcher.wanted.deadline):
+        return plan
+    try:
+        chunks = two_chunks(plan.placed.graph, plan.placed.dispatch, machine_of(asked.searcher.cluster))
+        if chunks is None or len(chunks) > equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate)):
+            return plan
+        return min(plan, chunked_plan(asked, program, groups, chunks), key=lambda p: p.step_time_s)
+    except (MemoryLimitError, PlacementError):
+        return plan
+    except KeyboardInterrupt:
+        return plan.chosen_among((), "interrupted")
+
+
+def chunked_plan(asked: Asked, program: Program, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
+    """The fastest plan that fits of a pipeline in these chunks, each on the group that ``chunks`` says.
 
     Where memory is short, its stages are also planned for as many microbatches in flight as 1F1B has, and if that does not fit
     either, for one. The deadline or an interrupt ends this with the best so far.
 
     Raises:
-        MemoryLimitError: if none fits.
+        PlacementError: if the step has fewer places to cut than chunks need.
+        MemoryLimitError: if no plan fits.
     """
-    stages, found = len(cut.groups), list[PlacedPlan]()
+    loop = loop_of(program)
+    where = stages_of(program, loop, chunks, asked.searcher.cluster.device, asked.searcher.replicate)
+    cut = LoopSplit(program, loop, tuple(groups), where.outer, where.inner, chunks)
+    each = len(chunks) // len(groups)
+    origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
+    found: list[PlacedPlan] = []
     refused: MemoryLimitError | None = None
     try:
-        for in_flight in (None, one_f_one_b(stages, cut.count).most_held, (1,) * stages):
+        for in_flight in (None, one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)):
             try:
-                plan, short = _plan(asked, replace(cut, in_flight=in_flight), cut.outer, cut.inner, origin)
+                plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin)
             except MemoryLimitError as error:
                 refused = error
                 continue
@@ -141,15 +166,16 @@ def _donated(asked: Asked) -> frozenset[int]:
     return frozenset(asked.traced.program.inputs[i] for i in asked.searcher.wanted.donated)
 
 
-def _plan(
-    asked: Asked, cut: Cut, outer: Mapping[int, int], inner: Mapping[int, int] | None, origin: str
-) -> tuple[PlacedPlan, bool]:
-    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group).
-
-    ``outer`` and ``inner`` as in `PlacedData`.
-    """
+def _plan(asked: Asked, cut: Cut, origin: str) -> tuple[PlacedPlan, bool]:
+    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group)."""
     cluster, program = asked.searcher.cluster, asked.traced.program
-    groups = cut.groups if isinstance(cut, LoopSplit) else cut.assignment.groups
+    match cut:
+        case LoopSplit(_, _, groups, outer, inner, chunks):
+            pass
+        case Split(Assignment(_, groups, outer)):
+            inner, chunks = None, ()
+        case _:
+            assert_never(cut)
     made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
     plans = tuple(plan_data(asked, own) for own in made)
     graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
@@ -163,6 +189,7 @@ def _plan(
         groups=plans,
         outer=outer,
         inner=inner,
+        chunks=chunks,
         group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
         issues=issued_rows(placed.graph, placed.dispatch),
         trace_s=plans[0].trace_s,
@@ -174,7 +201,7 @@ def _plan(
     return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
 
 
-def _first_stop(plans: Sequence[PlanData]) -> Stopped:
+def _first_stop(plans: Sequence[PlanData]) -> anytime.Stopped:
     """What ended the search of the first group that was not searched to its end."""
     for plan in plans:
         if plan.stopped:

@@ -96,8 +96,8 @@ def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> 
     cluster = machine("4x2")
     program = microbatched(traced.program, checked_microbatches(traced, 4, None))
     loop = loop_of(program)
-    where = stages_of(program, loop, 4, cluster.device)
-    split = LoopSplit(program, loop, stage_groups(cluster, 4), where.outer, where.inner)
+    where = stages_of(program, loop, range(4), cluster.device)
+    split = LoopSplit(program, loop, stage_groups(cluster, 4), where.outer, where.inner, tuple(range(4)))
     own: dict[int, list[bool]] = {}
     for segment in split.inside.segments:
         if len(segment.ops) > 5:
@@ -200,9 +200,18 @@ def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[TaskGraph, Ma
     groups = tuple(GroupMesh((g,), cluster, (), {}) for g in range(stages))
     cost = StepCost(issued=(), compute_s=1.0)
     planned: Any = (None, None)
-    forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost, kind="forward") for g in range(stages)]
+    forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost, kind="forward", chunk=g) for g in range(stages)]
     backward = [
-        Piece(f"B{g}", g, (g, *((stages + g + 1,) if g < stages - 1 else ())), (stages + g,), planned, cost, kind="backward")
+        Piece(
+            f"B{g}",
+            g,
+            (g, *((stages + g + 1,) if g < stages - 1 else ())),
+            (stages + g,),
+            planned,
+            cost,
+            kind="backward",
+            chunk=g,
+        )
         for g in range(stages)
     ]
     pieces = [p for pair in zip(forward, backward, strict=True) for p in pair]

@@ -158,7 +158,7 @@ def _whole(content: dict[str, Any]) -> None:
         (_unknown, "the order names (task|transfer) 1000000"),
         (_devices, r"groups\[1\] is a plan for 2x2\[2,3\], not for its devices"),
         (_absent, r"devices\[1\]: .* names a device that does not exist"),
-        (_strange, "inner names the group 7, there are 2"),
+        (_strange, "inner names the chunk 7, there are 2"),
         (_ungrouped, "there is no group for"),
         (_short, "devices has 2 groups, groups has 1"),
         (_lacking, r"incomplete plan: 'groups\[1\].factors' is missing"),

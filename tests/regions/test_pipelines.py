@@ -84,6 +84,7 @@ def tied() -> tuple[Any, tuple[Any, ...]]:
     return step, ((p, optimizer.init(p)), tokens)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_and_a_clipped_norm_cross_stages() -> None:
     step, args = tied()
     assert verify(pipeline(step, args, "2x2:eager", 2, stage=2), step, args).passed

@@ -262,6 +262,7 @@ MOST = 2_000_000
 """The most bytes of a page."""
 
 
+@pytest.mark.slow
 def test_llama_70b_stays_small() -> None:
     step, args = llama.train_step(size="70b", sequence=4096, batch=64, dtype="bfloat16", scan=True, remat=True)
     plan = shardplan.plan(step, *args, cluster="8x8", donate_argnums=0)

@@ -146,6 +146,7 @@ def test_an_impossible_limit_names_the_smallest_and_that_one_works() -> None:
         fitted(error.smallest_bytes // 2)
 
 
+@pytest.mark.slow
 def test_the_error_says_which_limit_to_write_and_what_takes_the_memory() -> None:
     with pytest.raises(shardplan.MemoryLimitError, match="raise the memory limit to") as caught:
         fitted(100_000)
@@ -182,6 +183,7 @@ def test_a_step_longer_than_any_table_says_that_it_does_not_fit() -> None:
         shardplan.plan(step, steps.array(many, 2 * many), steps.array(many, many), cluster="2x4")
 
 
+@pytest.mark.slow
 def test_every_limit_between_smallest_and_free_is_met() -> None:
     free = fitted(None).peak_bytes
     with pytest.raises(shardplan.MemoryLimitError) as caught:

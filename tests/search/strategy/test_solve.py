@@ -150,7 +150,7 @@ def test_other_groupings_of_levels_are_solved_where_polishing_the_first_gained(s
     assert outcome.best.seconds <= polished[-1]
 
 
-@pytest.mark.parametrize("shape", [pytest.param("2x4", marks=pytest.mark.slow), "2x2x2"])
+@pytest.mark.parametrize("shape", ["2x4", pytest.param("2x2x2", marks=pytest.mark.slow)])
 def test_two_runs_make_the_same_plan(shape: str) -> None:
     def once() -> dict[str, Any]:
         step, args = gpt.train_step(layers=1)
@@ -197,6 +197,7 @@ def test_the_seconds_of_a_plan_are_its_compute_and_its_collectives() -> None:
         assert serial.step_time_s == serial.serial_s == pytest.approx(serial.compute_s + serial.communication_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_raising_the_batch_moves_a_transformer_from_tensor_towards_data_parallel() -> None:
     """The part of the weights' bytes that is computed with whole, and the ways that the batch is split, grow with the batch."""
     whole: list[float] = []

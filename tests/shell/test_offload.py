@@ -133,6 +133,7 @@ def test_a_new_plan_keeps_what_lies_in_host_memory_and_state_moves_to_it() -> No
         assert np.array_equal(np.asarray(before), np.asarray(after))
 
 
+@pytest.mark.slow
 @pytest.mark.quick
 def test_as_little_lies_in_host_memory_as_the_limit_asks_for() -> None:
     step, args = factory("mlp")(**TINY["mlp"])

@@ -64,6 +64,7 @@ def test_a_saved_strategy_is_a_placement(run: Callable[..., tuple[int, str, str]
     assert "groups of devices" in out
 
 
+@pytest.mark.slow
 def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("plan", *MLP, "--placement", "auto")
     assert code == 0

@@ -43,6 +43,7 @@ def alone(step: Any, state: Any, batch: Any, count: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_after_a_node_is_lost_slower_or_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step, (state, batch) = mlp.train_step(layers=3, batch=24, width=16, concrete=True)
     expected = alone(step, state, batch, 8)

@@ -68,6 +68,7 @@ def test_the_plan_on_all_devices_stays_where_stages_do_not_win() -> None:
     assert one.placements_tried == ()
 
 
+@pytest.mark.slow
 def test_branches_win_where_towers_are_small() -> None:
     step, args = two_tower.train_step()
     plan = shardplan.plan(step, *args, cluster="2x4", placement="auto")
@@ -101,6 +102,7 @@ def test_a_step_that_needs_the_whole_batch_has_no_pipeline_and_the_report_says_w
         shardplan.plan(step, *args, cluster=slow_nodes(), placement="auto", microbatches=2)
 
 
+@pytest.mark.slow
 def test_microbatches_on_all_devices_are_taken_where_the_whole_batch_does_not_fit() -> None:
     step, args = mlp.train_step(layers=4, width=16, batch=256, classes=512)
     plan = shardplan.plan(step, *args, cluster=machine("2x2:eager"), placement="auto", memory_limit=180000, donate_argnums=(0,))

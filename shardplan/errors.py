@@ -259,12 +259,13 @@ class CheckError(ShardplanError):
 
 
 class UncheckedError(ShardplanError):
-    """A check of a plan that could not run, so that nothing is known. Where a device lacks the memory, ``needed_bytes`` are more
-    than ``limit_bytes``.
+    """A check of a plan that could not run, so that nothing is known, for this ``reason``. Where a device lacks the memory,
+    ``needed_bytes`` are more than ``limit_bytes``.
     """
 
     def __init__(self, reason: str, *, needed_bytes: int | None = None, limit_bytes: int | None = None) -> None:
         super().__init__(f"the plan was not checked: {reason}")
+        self.reason = reason
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
 

@@ -53,6 +53,7 @@ SHELLS = ROWS[-2]
 JAX_FILES = (
     "plans.canonical",
     "plans.fingerprint",
+    "plans.fitted",
     "plans.runner",
     "plans.jit_stages",
     "plans.placed_runner",

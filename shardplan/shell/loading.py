@@ -14,16 +14,12 @@ from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
-from shardplan.ir import Program
 from shardplan.mesh.devices import auto
-from shardplan.microbatches.accumulating import microbatched
-from shardplan.offload import offloaded
 from shardplan.plans import files
 from shardplan.plans.data import PlanData
 from shardplan.plans.fingerprint import arguments, different_arguments, fingerprint, first_difference, marks
-from shardplan.plans.fit import check_choices
+from shardplan.plans.fitted import fitted, program_of
 from shardplan.plans.placed_data import PlacedData, conditions
-from shardplan.remat import rematerialised
 from shardplan.shell.placed_loading import placed_for_step
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.plan_of_step import Plan
@@ -77,9 +73,7 @@ def for_step(name: str, data: files.AnyData, step: Callable[..., Any], traced: T
     if isinstance(data, PlacedData):
         _check_donated(name, data, traced)
         return placed_for_step(name, data, step, traced, mesh)
-    program = _program(name, data, traced)
-    graph = flatten(program, replicate=data.replicate, backend=data.backend)
-    check_choices(name, data, program, graph)
+    program, graph = fitted(name, data, traced)
     _check_donated(name, data, traced)
     return Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
 
@@ -97,7 +91,7 @@ def _warm_started(name: str, data: PlanData, step: Callable[..., Any], traced: T
         what = ops if planned != found else "its arguments have other paths or ranks"
         raise PlanFileError(f"{name}: another model: for a warm start only shapes may differ, and {what}; plan this step anew")
     _check_donated(name, data, traced)
-    program = _program(name, data, traced)
+    program = program_of(name, data, traced)
     graph = flatten(program, replicate=data.replicate, backend=data.backend)
     old = Plan(data, traced=traced, program=program, graph=graph, step=step, user_mesh=_mesh(name, data, mesh))
     return warm_started(old, mesh)
@@ -127,16 +121,6 @@ def _check_donated(name: str, data: files.AnyData, traced: Traced) -> None:
         positions(conditions(data).donate_argnums, len(traced.in_tree.children()), "donate_argnums")
     except ShardplanError as error:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error
-
-
-def _program(name: str, data: PlanData, traced: Traced) -> Program:
-    """The program that the plan is for: the step with its recomputed parts."""
-    try:
-        program = microbatched(traced.program, data.microbatches, data.replicate)
-        program = offloaded(program, data.offloaded)
-        return rematerialised(program, data.remat.parts)
-    except (KeyError, IndexError, ValueError, StopIteration) as error:
-        raise PlanFileError(f"{name}: the parts that it recomputes are not in this step; plan this step again") from error
 
 
 def _mesh(name: str, data: PlanData, mesh: Mesh | None) -> Mesh | None:

@@ -36,7 +36,7 @@ from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import placement_text
 from shardplan.shell.plan_of_step import Plan
-from shardplan.verify.check import check
+from shardplan.shell.shrunken import checked
 
 _log = logging.getLogger("shardplan")
 
@@ -87,8 +87,9 @@ def parallelize(
     another process with the same step reuses them.
 
     With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device and
-    under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where that cannot run, for
-    example because one device lacks the memory, a warning says so.
+    under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where one device lacks the
+    memory, a shrunken copy of the step runs instead, and a warning says what it has less of. Where that cannot run either, a
+    warning says that nothing was checked.
 
     Under `jax.distributed`, process 0 plans (or uses ``cache_dir``) and the others receive its plan, as with `shardplan.agree`;
     ``timeout_s`` is its own. Where ``devices``, or the mesh, are of one process alone, that process plans for itself.
@@ -214,9 +215,15 @@ class Parallel:
         return ready.plan.init(init_fn, *args, argument=place, devices=self._settings.devices)
 
     def _check(self, ready: _Ready, leaves: Sequence[Any], tree: Any) -> None:
-        """Checks a plan on the arguments of its first call; warns where that cannot run."""
+        """Checks a plan on the arguments of its first call; warns where that cannot run, or only in part."""
+
+        def jit(plan: Plan | PlacedPlan) -> Any:
+            return plan.jit(plan.step, self._settings.devices, xla_flags=self._settings.xla_flags)
+
         try:
-            check(ready.plan, ready.run, leaves, tree, self._settings.devices)
+            judged = checked(ready.plan, ready.run, jit, leaves, tree, self._settings.devices)
+            if judged.fewer:
+                _log.warning("%s: the step does not fit on one device; what was checked is %s", self._name, judged.ran)
         except UncheckedError as error:
             _log.warning("%s: %s", self._name, error)
             if any(isinstance(x, Tracer) for x in leaves):

@@ -7,15 +7,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from shardplan.errors import DeviceError, MicrobatchError, PlacementError, PlanFileError
+from shardplan.errors import DeviceError
 from shardplan.frontend.trace import Traced
-from shardplan.graph import flatten
-from shardplan.microbatches.accumulating import microbatched
-from shardplan.plans.fit import check_choices
-from shardplan.plans.placed_data import PlacedData, group_choices
-from shardplan.regions.cuts import Cut, cut_of, graph_of, group_parts, in_order, step_of
-from shardplan.regions.dispatch import Issue
-from shardplan.regions.tasks import TaskGraph
+from shardplan.plans.fitted import fitted_groups
+from shardplan.plans.placed_data import PlacedData
 from shardplan.shell.placed_plan import PlacedPlan
 
 
@@ -27,16 +22,7 @@ def placed_for_step(name: str, data: PlacedData, step: Callable[..., Any], trace
         DeviceError: for a mesh: groups have meshes of their own.
     """
     _refuse_mesh(name, data, mesh)
-    replicate = data.groups[0].replicate
-    try:
-        program = microbatched(traced.program, data.groups[0].microbatches, replicate)
-        cut = cut_of(program, data.devices, data.outer, data.inner, data.chunks)
-        _check_groups(name, data, cut)
-        graph = graph_of(cut, group_choices(data.groups), replicate)
-        placed = step_of(cut, graph, in_order(graph, _issues(data, graph)))
-    except (PlacementError, MicrobatchError) as error:
-        raise PlanFileError(f"{name}: {error}; plan this step again") from error
-    return PlacedPlan(data, placed, traced=traced, step=step)
+    return PlacedPlan(data, fitted_groups(name, data, traced), traced=traced, step=step)
 
 
 def _refuse_mesh(name: str, data: PlacedData, mesh: Mesh | None) -> None:
@@ -51,25 +37,3 @@ def _refuse_mesh(name: str, data: PlacedData, mesh: Mesh | None) -> None:
     raise DeviceError(
         f"{name}: each of the {count} groups of this plan has a mesh of its own: leave out mesh, and give plan.jit the devices"
     )
-
-
-def _check_groups(name: str, data: PlacedData, cut: Cut) -> None:
-    """Checks that the choices of each group fit its program."""
-    for n, (part, plan) in enumerate(zip(group_parts(cut), data.groups, strict=True)):
-        program = part.program
-        check_choices(f"{name}: group {n}", plan, program, flatten(program, replicate=plan.replicate))
-
-
-def _issues(data: PlacedData, graph: TaskGraph) -> list[Issue]:
-    """The issues that the file names.
-
-    Raises:
-        PlacementError: for a number that does not exist.
-    """
-    found: list[Issue] = []
-    for row in data.issues:
-        own = graph.tasks if row.kind == "task" else graph.transfers
-        if row.number >= len(own):
-            raise PlacementError(f"the order names {row.kind} {row.number}, and the step has {len(own)}")
-        found.append(Issue(own[row.number], row.start_s, row.end_s))
-    return found

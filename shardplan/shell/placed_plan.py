@@ -27,6 +27,7 @@ from shardplan.mesh.devices import build_mesh, cluster_devices
 from shardplan.plans.data import PlanData, TimeModel, TriedPlacement
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint, marks
+from shardplan.plans.fitted import fitted_groups
 from shardplan.plans.placed_data import AutoPlacement, PlacedData
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves
@@ -391,6 +392,10 @@ class PlacedPlan(PlannedStep):
         """The planned types of the arguments' leaves, and their shardings on the groups of a mesh."""
         shardings = self._shardings(None if mesh is None else mesh.devices.flatten().tolist())
         return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak, put=put)
+
+    def on_shapes(self, traced: Traced) -> PlacedPlan:
+        """The choices of this plan for its step traced on other shapes; a PlanFileError says where they do not fit."""
+        return PlacedPlan(self._data, fitted_groups("the plan", self._data, traced), traced=traced, step=self.step)
 
     # -- the step that runs ------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from shardplan.plans.data import Baseline, PlanData, TriedPlacement
 from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.fit import unfit
+from shardplan.plans.fitted import fitted
 from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
 from shardplan.plans.score import Score
 from shardplan.plans.summary import baselines, collectives_of, decided, session_of
@@ -48,7 +49,7 @@ from shardplan.shell.exporting import STEP, form_of, write_text
 from shardplan.shell.plan_figures import Figures
 from shardplan.shell.planned_step import PlannedStep
 from shardplan.simulate.engine import Contention
-from shardplan.simulate.simulated_step import simulated
+from shardplan.simulate.simulated_step import peak_bytes, simulated
 from shardplan.verify.mutate import dropping_emitter
 
 
@@ -334,6 +335,13 @@ class Plan(PlannedStep, Figures):
         run = scheduled(self.session) if backend == "explicit" else None
         return collectives_of(self.session, run)
 
+    def on_shapes(self, traced: Traced) -> Plan:
+        """The choices of this plan for its step traced on other shapes; a PlanFileError says where they do not fit."""
+        program, graph = fitted("the plan", self._data, traced)
+        copy = Plan(self._data, traced=traced, program=program, graph=graph, step=self.step, user_mesh=self.user_mesh)
+        copy._data = replace(self._data, peak_bytes=math.ceil(peak_bytes(copy.schedule, copy.planned)))
+        return copy
+
     # -- simulation --------------------------------------------------------------------------------------------------
 
     def simulate(self, overlap: bool = True, contention: float | tuple[float, float] | None = None) -> Timeline:
@@ -375,15 +383,9 @@ class Plan(PlannedStep, Figures):
         run = scheduled(session) if self.backend == "explicit" else None
         data = replace(self._data, **decided(session, run, session.decisions.step_time_s), exact=False, explanations=None)
         return Plan(
-            data,
-            traced=self.traced,
-            program=self.program,
-            graph=self.graph,
-            step=self.step,
-            user_mesh=self.user_mesh,
-            session=session,
-            run=run,
-        )
+            data, traced=self.traced, program=self.program, graph=self.graph, step=self.step, user_mesh=self.user_mesh,
+            session=session, run=run,
+        )  # fmt: skip
 
     def as_baseline(self, name: str) -> Plan:
         """The plan of a baseline, to run or measure it; ``name`` as in ``baselines``.

@@ -20,9 +20,8 @@ from shardplan.frontend.nnx_state import apart, has_objects, together, trace_ste
 from shardplan.frontend.trace import Traced
 from shardplan.plans.fingerprint import difference
 from shardplan.plans.runner import Leaves, check_tree
-from shardplan.verify.check import check
+from shardplan.shell.shrunken import Shrinkable, checked
 from shardplan.verify.judge import Judged
-from shardplan.verify.runs import Runnable
 from shardplan.verify.stand_ins import stand_ins
 
 
@@ -115,22 +114,29 @@ class PlannedStep(ABC):
         backend: str = "auto",
         drop: int | None = None,
     ) -> Judged:
-        """Runs the step on these arguments under the plan and on one device, and compares each leaf of the results.
+        """Runs the step on these arguments under the plan and on one device, and compares each leaf of the results. Where one
+        device lacks the memory for the whole step, a shrunken copy runs instead, with the plan's layouts and cuts: on the first
+        samples and, where that is still too much, with the first layers of state that a scan runs over. ``fewer``
+        and ``ran`` of the result say so.
 
         What is equal is equal up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs take copies.
         ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
 
         Raises:
             CheckError: if a leaf differs.
-            UncheckedError: if the check cannot run, for example because one device lacks the memory for the whole step.
+            UncheckedError: if the check cannot run, for example because one device lacks the memory for a shrunken copy too.
             ArgumentError: for an array of another shape or dtype than was planned.
             ShardplanError: for arguments of another structure, or for deleted ones.
         """
         leaves, tree = jax.tree.flatten(apart(ordered(self.step, tuple(args), kwargs or {})))
         check_tree(tree, self.traced, self.step)
         self.leaves(self.mesh(devices)).fit(leaves)
+
+        def jit(plan: PlannedStep) -> Any:
+            return plan.jit(plan.step, devices, backend, drop=drop)
+
         with stand_ins(self.traced.program, devices):
-            return check(cast("Runnable", self), self.jit(self.step, devices, backend, drop=drop), leaves, tree, devices)
+            return checked(cast("Shrinkable", self), jit(self), jit, leaves, tree, devices)
 
     def check_step(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""

@@ -1,12 +1,14 @@
 """Checks a plan on the user's own arguments: one step under the plan beside one step on one device, leaf by leaf.
 
 `shardplan.verify.judge` says what equal means, as for `shardplan.verify.verify`. Both runs take copies, so the arguments remain
-as they are, donated or not.
+as they are, donated or not. Under the plan of a shrunken copy (`shardplan.verify.fewer`), both
+run on the first samples and layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,13 +16,22 @@ import numpy as np
 from jax.core import Tracer
 
 from shardplan.errors import CheckError, UncheckedError, size_text
-from shardplan.verify.judge import Judged, furthest
+from shardplan.verify.fewer import Fewer, first_of
+from shardplan.verify.judge import Judged, furthest, ran
 from shardplan.verify.on_host import on_host
 from shardplan.verify.runs import Runnable, Sharded, alone, judged_runs, loop_of
 
 
-def check(plan: Runnable, jitted: Any, leaves: Sequence[Any], tree: Any, devices: Sequence[Any] | None = None) -> Judged:
+def check(
+    plan: Runnable,
+    jitted: Any,
+    leaves: Sequence[Any],
+    tree: Any,
+    devices: Sequence[Any] | None = None,
+    fewer: Sequence[Fewer] = (),
+) -> Judged:
     """Runs the planned step on one device and, ``jitted`` under its plan, on all; ``leaves`` are those of its split arguments.
+    A plan may be for a copy with ``fewer`` samples or layers, which runs on the first of each.
 
     Raises:
         CheckError: if a leaf of the result differs, or if no number of it is finite.
@@ -33,15 +44,17 @@ def check(plan: Runnable, jitted: Any, leaves: Sequence[Any], tree: Any, devices
     held = _held(leaves, first)
     _require_memory(plan, held, sum(map(_nbytes, plan.traced.in_shapes)), first)
     _require_memory(plan, held, max(one.peak_bytes(plan.traced.in_shapes), int(plan.peak_bytes)), first)
-    host = [on_host(x) for x in leaves]
+    host = [on_host(first_of(x, shape.shape)) for x, shape in zip(leaves, plan.traced.in_shapes, strict=True)]
     single, found = one.run(host), Sharded(plan, jitted, devices, loop).run(host)
     paths = plan.traced.program.output_paths
-    judged = judged_runs(perturbed, [host], paths, single, found, lambda _what, _part: None)
+    judged = replace(judged_runs(perturbed, [host], paths, single, found, lambda _what, _part: None), fewer=tuple(fewer))
     if judged.unequal:
         at = paths.index(judged.worst.path)
         raise _difference(judged, single[0][at], found[0][at])
     if judged.numbers and not judged.compared:
-        raise CheckError("the check proves nothing: on one device no number of the step's result is finite", unequal=())
+        raise CheckError(
+            f"the check proves nothing: on one device no number of the step's result is finite{_within(fewer)}", unequal=()
+        )
     return judged
 
 
@@ -75,6 +88,10 @@ def _held(leaves: Sequence[Any], device: Any) -> int:
     return sum(_nbytes(s.data) for x in arrays for s in x.addressable_shards if s.device == device)
 
 
+def _within(fewer: Sequence[Fewer]) -> str:
+    return f", in {ran(fewer)}" if fewer else ""
+
+
 def _nbytes(x: Any) -> int:
     return int(np.prod(x.shape, dtype=np.int64)) * int(x.dtype.itemsize)
 
@@ -88,9 +105,9 @@ def _difference(judged: Judged, single: Any, sharded: Any) -> CheckError:
     others = [path for path in judged.unequal if path != worst.path]
     more = f"; {len(others)} more differ: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
     return CheckError(
-        f"the step under its plan differs from the step on one device: {where} is {here!r} on one device and {there!r} under the "
-        f"plan (at most {worst.tolerance:.3g} apart is rounding){more}; do not train with this plan: another backend "
-        "(backend='specs') or other pins may avoid the fault, and `shardplan verify` says more",
+        f"the step under its plan differs from the step on one device{_within(judged.fewer)}: {where} is {here!r} on one "
+        f"device and {there!r} under the plan (at most {worst.tolerance:.3g} apart is rounding){more}; do not train with this "
+        "plan: another backend (backend='specs') or other pins may avoid the fault, and `shardplan verify` says more",
         path=worst.path,
         index=place,
         single=here,

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.verify.fewer import Fewer
+
 ALLOWED = 10.0
 """The multiple of the largest change by a perturbation that the tolerance allows."""
 FLOOR = 1e-6
@@ -63,13 +65,32 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The paths of unequal leaves, how many of the ``numbers`` could be ``compared``, and the leaves to report."""
+    """The paths of unequal leaves, how many of the ``numbers`` could be ``compared``, and the leaves to report. Where a
+    shrunken copy of the step ran, ``fewer`` says what it had less of.
+    """
 
     unequal: tuple[str, ...]
     compared: int
     numbers: int
     largest: Largest
     worst: Worst
+    fewer: tuple[Fewer, ...] = ()
+
+    @property
+    def ran(self) -> str:
+        """What ran, and what that does not show."""
+        return f"{ran(self.fewer)}, {NOT_SHOWN}" if self.fewer else ran(self.fewer)
+
+
+NOT_SHOWN = (
+    "which has the layouts and cuts of the plan, but not the shapes and values of the whole step: a fault that only those show "
+    "goes unnoticed"
+)
+
+
+def ran(fewer: Sequence[Fewer]) -> str:
+    """The whole step, or its shrunken copy, as text."""
+    return f"a shrunken copy ({', '.join(map(str, fewer))})" if fewer else "the whole step"
 
 
 def difference(a: NDArray[Any], b: NDArray[Any], left_out: NDArray[np.bool_] | None = None) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from shardplan.graph.nodes import Graph, Node
-from shardplan.ir import Reducer
+from shardplan.ir import Layout, Reducer
 
 QK, AV = "QK", "AV"
 
@@ -60,6 +60,11 @@ def weight_tensors(graph: Graph, free: Container[int] = frozenset()) -> Mapping[
                     weight_of.setdefault(node.outputs[0], weight_of[t])
         changed = len(weight_of) != before
     return weight_of
+
+
+def product_names(graph: Graph, layouts: Sequence[Layout | None]) -> dict[int, str]:
+    """`attention_products` of a graph whose tensors have these layouts (None: computed anew where they are read)."""
+    return attention_products(graph, weight_tensors(graph, frozenset(t for t, own in enumerate(layouts) if own is None)))
 
 
 def attention_products(graph: Graph, weights: Container[int]) -> dict[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardplan.graph import Graph
+from shardplan.graph.attention import product_names
 from shardplan.graph.updates import value_names
 from shardplan.report.paths import grouped
 from shardplan.report.tables import size
@@ -23,12 +24,14 @@ def peak_lines(session: Session) -> list[str]:
     solution, problem, graph = session.solution, session.problem, session.graph
     live = liveness(problem, session.donated)
     point, held = held_at_peak(problem, live, solution.states, solution.keep, solution.limits)
+    products = product_names(graph, session.decisions.layouts)
     where = "after the last op"
     if point < len(graph.nodes):
         node = graph.nodes[point]
-        where = f"{'in the backward pass ' if node.backward else ''}at {node.op.source} ({node.op.primitive})"
+        name = products.get(point, node.op.primitive)
+        where = f"{'in the backward pass ' if node.backward else ''}at {node.op.source} ({name})"
     lines = [f"Memory peaks {where}. A device holds there"]
-    names = _Names(graph, value_names(graph, session.program.output_paths))
+    names = _Names(graph, value_names(graph, session.program.output_paths), products)
     for kind, words in _KINDS.items():
         own = [h for h in held if h.kind != "working" and names.kind(h) == kind]
         if own:
@@ -43,7 +46,8 @@ def peak_lines(session: Session) -> list[str]:
 class _Names:
     """The names of a graph's tensors: ``named`` where they have one, else the source line of the op that makes them."""
 
-    def __init__(self, graph: Graph, named: Mapping[int, str]) -> None:
+    def __init__(self, graph: Graph, named: Mapping[int, str], products: Mapping[int, str]) -> None:
+        self._products = products
         self._arguments, self._named = frozenset(graph.inputs), named
         self._makers = {t: node for node in graph.nodes for t in node.outputs}
         self._sources = {link.target: link.source for link in graph.links if not link.same}
@@ -82,4 +86,4 @@ class _Names:
 
     def _line(self, tensor: int) -> str:
         node = self._makers.get(tensor)
-        return f"{node.op.primitive} at {node.op.source}" if node is not None else "constants"
+        return f"{self._products.get(node.id, node.op.primitive)} at {node.op.source}" if node is not None else "constants"

@@ -9,6 +9,32 @@ from shardplan.plans.data import PlanData
 from shardplan.report.paths import apart
 from shardplan.report.tables import seconds, size
 
+BY_PATH = '''\
+
+
+def _by_path(tree, specs, names=None):
+    """The tree with the spec of its path in place of each leaf."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    seen, found = set(), []
+    for path, _ in leaves:
+        # the attribute in which a variable keeps its value is no part of a path
+        keys = [key for key in path if getattr(key, "name", None) not in ("value", "raw_value")]
+        words = [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        if names is not None:
+            words[0] = names[path[0].idx]
+        name = base = "/".join(words) or "result"
+        count = 1
+        while name in seen:  # a second leaf of the same path
+            count += 1
+            name = f"{base}#{count}"
+        seen.add(name)
+        if name not in specs:
+            raise KeyError(f"{name!r} is not a path of the planned step: it has {', '.join(list(specs)[:8])} ...")
+        found.append(specs[name])
+    return jax.tree_util.tree_unflatten(structure, found)
+'''
+"""The function of an exported file that puts what a table has for each path into a tree."""
+
 _FILE = '''\
 """The PartitionSpecs of a step, planned on {cluster}: {figures}.
 
@@ -64,28 +90,6 @@ def out_specs(result):
 def shardings(specs, on):
     """A tree of NamedShardings on a mesh, from one of PartitionSpecs."""
     return jax.tree.map(lambda spec: NamedSharding(on, spec), specs, is_leaf=lambda x: isinstance(x, P))
-
-
-def _by_path(tree, specs, names=None):
-    """The tree with the spec of its path in place of each leaf."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    seen, found = set(), []
-    for path, _ in leaves:
-        # the attribute in which a variable keeps its value is no part of a path
-        keys = [key for key in path if getattr(key, "name", None) not in ("value", "raw_value")]
-        words = [jax.tree_util.keystr((key,), simple=True) for key in keys]
-        if names is not None:
-            words[0] = names[path[0].idx]
-        name = base = "/".join(words) or "result"
-        count = 1
-        while name in seen:  # a second leaf of the same path
-            count += 1
-            name = f"{{base}}#{{count}}"
-        seen.add(name)
-        if name not in specs:
-            raise KeyError(f"{{name!r}} is not a path of the planned step: it has {{', '.join(list(specs)[:8])}} ...")
-        found.append(specs[name])
-    return jax.tree_util.tree_unflatten(structure, found)
 '''
 
 
@@ -96,8 +100,8 @@ def specs_file(plan: PlanData, order: Sequence[int] | None = None) -> str:
     numbers = device_order(plan.cluster, plan.factors, groups).ravel().tolist() if order is None else list(order)
     consecutive = numbers == list(range(len(numbers)))
     layouts = plan.result_layouts
-    return _FILE.format(
-        cluster=_comment(plan.cluster.name),
+    text = _FILE.format(
+        cluster=comment(plan.cluster.name),
         figures=f"{seconds(plan.step_time_s)} a step and {size(plan.peak_bytes)} a device",
         axes=repr(names),
         shape=repr(tuple(axes.values())),
@@ -106,12 +110,13 @@ def specs_file(plan: PlanData, order: Sequence[int] | None = None) -> str:
         in_specs=_rows((a.path for a in plan.arguments), (a.layout.entries(names) if a.layout else () for a in plan.arguments)),
         out_specs=_rows(plan.result_paths, (layout.entries(names) if layout else () for layout in layouts)),
     )
+    return text + BY_PATH
 
 
 def _rows(paths: Iterable[str], specs: Iterable[Sequence[object]]) -> str:
     return "".join(f"    {path!r}: P({', '.join(map(repr, spec))}),\n" for path, spec in zip(apart(paths), specs, strict=True))
 
 
-def _comment(text: str) -> str:
+def comment(text: str) -> str:
     """Text that a docstring can hold."""
     return text.replace("\\", "/").replace('"', "'")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardplan.collectives.reshard import Programs, Resharder
 from shardplan.cost import Network
 from shardplan.graph import Graph, Node
-from shardplan.graph.attention import attention_products, weight_tensors
+from shardplan.graph.attention import product_names
 from shardplan.ir import Choices, Copy, Factor, Layout, Program, Use, Where
 from shardplan.mesh import Cluster
 from shardplan.search.problem.interiors import Inside, moved_bytes
@@ -56,7 +56,7 @@ class PlannedProgram:
     @property
     def product_names(self) -> dict[int, str]:
         """The names of attention's products, by node (`attention_products`)."""
-        return attention_products(self.graph, weight_tensors(self.graph, self.free))
+        return product_names(self.graph, self.layouts)
 
 
 def planned_program(

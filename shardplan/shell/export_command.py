@@ -33,7 +33,8 @@ def add_export_command(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> Report:
-    from shardplan.plans.files import read
+    from shardplan.plans.data import PlanData
+    from shardplan.plans.files import read_any
     from shardplan.report.maxtext_file import replicas
     from shardplan.shell.exporting import STEP, form_of, write_text
 
@@ -42,9 +43,9 @@ def _export(options: argparse.Namespace) -> Report:
     if options.set and options.target is None:
         raise ShardplanError(f"--set {options.set[0]} is an option of a TARGET, and none is given: give both, or leave out --set")
     if form != STEP and options.target is None:
-        data = read(options.plan)
+        data = read_any(options.plan)
         write_text(data, options.output)
-        if form == "maxtext.yml":
+        if form == "maxtext.yml" and isinstance(data, PlanData):
             sys.stderr.writelines(f"shardplan: {options.output}: {text}\n" for text in replicas(data))
     elif options.target is None:
         raise ShardplanError(f"{options.output} needs the step: shardplan export {options.plan} TARGET -o {options.output}")
@@ -56,10 +57,10 @@ def _export(options: argparse.Namespace) -> Report:
 
 def _with_step(options: argparse.Namespace) -> Any:
     """The plan loaded for its TARGET, on simulated devices."""
-    from shardplan.plans.files import read
+    from shardplan.plans.files import read_any
     from shardplan.shell.loading import load
     from shardplan.shell.target import load_target, read_options, simulate
 
-    simulate(read(options.plan).cluster.size)
+    simulate(read_any(options.plan).cluster.size)
     step, args = load_target(options.target, read_options(options.set))
     return load(options.plan, step, *args)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from shardplan.errors import ShardplanError
 from shardplan.plans.data import PlanData
-from shardplan.plans.files import write_whole
+from shardplan.plans.files import AnyData, write_whole
+from shardplan.plans.placed_data import PlacedData
 from shardplan.report.maxtext_file import maxtext_file
+from shardplan.report.placed_specs_file import placed_specs_file
 from shardplan.report.rules_file import rules_file
 from shardplan.report.specs_file import specs_file
 
@@ -33,14 +35,21 @@ def form_of(file: str | os.PathLike[str]) -> str:
     raise ShardplanError(f"{os.fspath(file)!r} names no form of export: end the name in {', '.join(_TEXTS)} or {STEP}")
 
 
-def write_text(data: PlanData, file: str | os.PathLike[str], order: Sequence[int] | None = None) -> None:
+def write_text(data: AnyData, file: str | os.PathLike[str], order: Sequence[int] | None = None) -> None:
     """Writes a form that needs the plan's data alone; an existing file is replaced once the new one is complete.
 
     ``order`` has the numbers of the mesh's devices, by default those of the cluster.
 
     Raises:
-        ShardplanError: if the name is none of these forms, or the file cannot be written.
+        ShardplanError: if the name is none of these forms, if the file cannot be written, or if the plan has groups of devices
+            and the form has one mesh.
     """
     form = form_of(file)
-    text = specs_file(data, order) if form == "specs.py" else _TEXTS[form](data)
+    if not isinstance(data, PlacedData):
+        text = specs_file(data, order) if form == "specs.py" else _TEXTS[form](data)
+    elif form == "specs.py":
+        text = placed_specs_file(data)
+    else:
+        one = f"{form} is of one mesh, and this plan has {len(data.groups)} groups of devices"
+        raise ShardplanError(f"{one}: export specs.py, or plan with placement='one'")
     write_whole(Path(file), text)

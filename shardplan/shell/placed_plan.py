@@ -41,6 +41,7 @@ from shardplan.schedule import sends
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.session import Session
 from shardplan.shell.compiler_options import compiler_options
+from shardplan.shell.exporting import STEP, form_of, write_text
 from shardplan.shell.plan_figures import Figures
 from shardplan.shell.plan_of_step import Plan
 from shardplan.shell.planned_step import PlannedStep
@@ -256,6 +257,17 @@ class PlacedPlan(PlannedStep):
     def text(self, title: str = "the step") -> str:
         """The step, what each group runs and holds, and where arguments lie."""
         return placed_text(self.figures(title))
+
+    def export(self, file: str | os.PathLike[str], *, platform: str | None = None) -> None:
+        """Writes ``specs.py``: the mesh of each group, and the group and PartitionSpec of each argument, as Python that imports
+        JAX alone. An existing file is replaced once the new one is complete.
+
+        Raises:
+            ShardplanError: for other forms of `Plan.export`, which have one mesh or program, or if the file cannot be written.
+        """
+        if form_of(file) == STEP:
+            raise ShardplanError(f"{STEP} holds one program, and groups of devices run several: plan with placement='one'")
+        write_text(self._data, file)
 
     def html(self, file: str | os.PathLike[str] | None = None, *, title: str = "") -> str:
         """The plan as one HTML page that needs no network; with a ``file``, it is written there too, whole or not at all.

@@ -157,7 +157,7 @@ def test_a_step_that_names_mesh_axes_is_not_placed() -> None:
 def test_what_only_a_plan_on_all_devices_has_is_refused_by_name() -> None:
     step, args = small()
     plan = shardplan.plan(step, *args, cluster="4", placement=Halves())
-    for name in ("axes", "matrix", "baselines", "lower_bound_s", "serial_s", "put_local", "export"):
+    for name in ("axes", "matrix", "baselines", "lower_bound_s", "serial_s", "put_local"):
         with pytest.raises(shardplan.GroupsError, match=f"has no {name}: .*plan with placement='one'"):
             getattr(plan, name)
     assert not hasattr(plan, "gap")

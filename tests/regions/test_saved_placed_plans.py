@@ -256,5 +256,7 @@ def test_the_commands_save_show_and_verify(tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", *step, "--plan", file, "--cluster", "2x4"]) == 2
     assert "made for the cluster 2x2, not for 2x4" in capsys.readouterr().err
     assert main(["diff", file, file]) == 0
-    assert main(["export", file, "-o", str(tmp_path / "specs.py")]) == 2
-    assert "a plan on all devices is needed here" in capsys.readouterr().err
+    assert main(["export", file, "-o", str(tmp_path / "specs.py")]) == 0
+    capsys.readouterr()
+    assert main(["export", file, "-o", str(tmp_path / "rules.yml")]) == 2
+    assert "is of one mesh, and this plan has 2 groups of devices" in capsys.readouterr().err

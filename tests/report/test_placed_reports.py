@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import shardplan
@@ -97,6 +99,26 @@ def test_the_command_and_the_assertion_take_groups(
     assert json.loads(capsys.readouterr().out)["machine"][0]["name"] == "order of the schedule"
     with pytest.raises(AssertionError, match="order of the schedule"):
         assert_plan_unchanged(pipeline, "b.json")
+
+
+def test_specs_put_each_argument_on_its_group(
+    pipeline: shardplan.PlacedPlan, step_of: tuple[Any, tuple[Any, ...]], tmp_path: Path
+) -> None:
+    """The exported file imports JAX alone, and gives the shardings that the plan has."""
+    pipeline.export(tmp_path / "specs.py")
+    text = (tmp_path / "specs.py").read_text()
+    assert set(re.findall(r"^(?:import|from) ([\w.]+)", text, re.M)) == {"jax", "jax.sharding"}
+    module: dict[str, Any] = {}
+    exec(text, module)
+    devices = jax.devices()[4:8]
+    placed = module["in_shardings"](step_of[1], module["meshes"](devices))
+    expected = pipeline.in_shardings(pipeline.mesh(devices))
+    assert jax.tree.leaves(placed) == jax.tree.leaves(expected)
+    with pytest.raises(ValueError, match="parts of 4 devices, here are 3"):
+        module["meshes"](devices[:3])
+    for name in ("rules.yml", "step.stablehlo"):
+        with pytest.raises(shardplan.ShardplanError, match="plan with placement='one'"):
+            pipeline.export(tmp_path / name)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

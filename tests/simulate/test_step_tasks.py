@@ -51,6 +51,14 @@ def test_the_ops_of_a_plan_add_up_to_its_compute(plan: Any) -> None:
     assert total == pytest.approx(plan.compute_s, rel=1e-12)
 
 
+def test_products_of_attention_have_their_names(plan: Any) -> None:
+    names = {label.name for label in tasks_of(plan).labels}
+    attends = any("/attention/" in path for path in plan.specs_by_path)
+    assert names & {"QK", "AV", "gradient of QK", "gradient of AV"} == (
+        {"QK", "AV", "gradient of QK", "gradient of AV"} if attends else set()
+    )
+
+
 def test_its_collectives_add_up_to_its_communication(plan: Any) -> None:
     tasks = tasks_of(plan)
     links = [i for i, s in enumerate(tasks.graph.streams) if s.kind == "link"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from shardplan.errors import MicrobatchError, PlanFileError, TraceError, UncheckedError
+from shardplan.errors import ShardplanError, TraceError, UncheckedError
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
@@ -62,7 +62,7 @@ def checked(
         for more in options:
             try:
                 copy = _copy(plan, (*fewer, *more))
-            except (TraceError, PlanFileError, MicrobatchError) as error:
+            except ShardplanError as error:
                 why_not = f"{ran((*fewer, *more))} cannot take its place: {error}"
                 continue
             fewer = (*fewer, *more)
@@ -86,8 +86,7 @@ def _copy(plan: Shrinkable, fewer: Sequence[Fewer]) -> Shrinkable:
     """The plan's choices for the step on smaller arguments.
 
     Raises:
-        TraceError: if the step does not run on them, or has other ops there.
-        PlanFileError, MicrobatchError: if the choices do not fit.
+        ShardplanError: if the step does not run on them or has other ops there, or if the choices do not fit.
     """
     traced = trace_step(plan.step, smaller(plan.traced, fewer), plan.donate_argnums)
     if list(_primitives(traced.program)) != list(_primitives(plan.traced.program)):

@@ -134,45 +134,52 @@ def crossing(shape: jax.ShapeDtypeStruct, source: Sharding, target: Sharding) ->
     return Crossing(shape, source, target)
 
 
-def put(x: Any, sharding: NamedSharding) -> Any:
-    """A value that every process has as a whole, or an array on devices of several processes, with another sharding.
+class Places:
+    """The groups of devices of a plan, and what its processes do with arrays on them and with values that each of them has.
 
-    Every process makes the same calls, in the same order.
-
-    Raises:
-        ShardplanError: for an array that only one other process has.
+    All processes make the same calls, in the same order.
     """
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        if len({d.process_index for d in x.sharding.device_set}) == 1:
-            raise ShardplanError(
-                f"an array of shape {list(x.shape)} lies on other devices than planned, all of one other process: give all "
-                "processes the whole array, for example plan.fetch(...) of it"
-            )
+
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
+        self._groups = {frozenset(mesh.devices.flat) for mesh in meshes}
+
+    def put(self, x: Any, sharding: NamedSharding) -> Any:
+        """A value that every process has as a whole, or an array of the plan or on devices of several processes, moved there.
+
+        Raises:
+            ShardplanError: for another array, which only one other process has.
+        """
         shape = abstract(x)
-        assert shape is not None
-        return crossing(shape, x.sharding, sharding).moved(x)
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    shape = abstract(x)
-    assert shape is not None, "the leaf was checked"
-    value = x if isinstance(x, jax.Array) else np.asarray(x, shape.dtype)
-    blocks = [jax.device_put(value[i], d) for d, i in sharding.addressable_devices_indices_map(shape.shape).items()]
-    return assembled(shape, sharding, blocks)
+        assert shape is not None, "the leaf was checked"
+        if isinstance(x, jax.Array) and (self._holds(x) or not x.is_fully_addressable):
+            processes = {d.process_index for d in x.sharding.device_set}
+            if not self._holds(x) and len(processes) == 1:
+                raise ShardplanError(
+                    f"an array of shape {list(x.shape)} lies on devices of process {min(processes)} alone, which hold nothing of "
+                    "this plan: give all processes the whole array"
+                )
+            if len(processes | {d.process_index for d in sharding.device_set}) > 1:
+                return crossing(shape, x.sharding, sharding).moved(x)
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        value = x if isinstance(x, jax.Array) else np.asarray(x, shape.dtype)
+        blocks = [jax.device_put(value[i], d) for d, i in sharding.addressable_devices_indices_map(shape.shape).items()]
+        return assembled(shape, sharding, blocks)
 
+    def fetch(self, x: Any) -> Any:
+        """The whole of an array as one of NumPy, and of random keys as keys, in every process."""
+        if self._holds(x):
+            devices: list[Any] = jax.devices(next(iter(x.sharding.device_set)).platform)
+            firsts = list({d.process_index: d for d in reversed(devices)}.values())[::-1]
+            if len(firsts) > 1:
+                mesh = Mesh(np.array(firsts, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
+                x = self.put(x, NamedSharding(mesh, PartitionSpec())).addressable_shards[0].data
+        return x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else np.asarray(x)
 
-def fetch(x: Any) -> Any:
-    """The whole of an array as one of NumPy, and of random keys as keys, in every process.
-
-    Every process makes the same calls, in the same order.
-    """
-    devices: list[Any] = jax.devices(next(iter(x.sharding.device_set)).platform)
-    firsts = list({d.process_index: d for d in reversed(devices)}.values())[::-1]
-    if len(firsts) > 1:
-        shape = abstract(x)
-        assert shape is not None
-        target = NamedSharding(Mesh(np.array(firsts, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,)), PartitionSpec())
-        x = crossing(shape, x.sharding, target).moved(x).addressable_shards[0].data
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+    def _holds(self, x: Any) -> bool:
+        """Whether an array lies on a group, as all processes know; what a process has made for itself has no mesh."""
+        sharding = getattr(x, "sharding", None)
+        return isinstance(sharding, NamedSharding) and frozenset(sharding.device_set) in self._groups
 
 
 def assembled(shape: jax.ShapeDtypeStruct, sharding: Sharding, blocks: Sequence[Any]) -> Any:

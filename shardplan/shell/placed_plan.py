@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.collectives.issued import PlannedCollective, Send, StepCost
-from shardplan.emit.crossings import compiled_apart, put
+from shardplan.emit.crossings import Places, compiled_apart
 from shardplan.emit.regions import RegionsEmitter, sharding_of
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import GroupsError, ShardplanError
@@ -402,8 +402,9 @@ class PlacedPlan(PlannedStep):
 
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on the groups of a mesh."""
-        shardings = self._shardings(None if mesh is None else mesh.devices.flatten().tolist())
-        return Leaves(self.traced.program.input_paths, self.traced.in_shapes, shardings, weak=weak, put=put)
+        devices = None if mesh is None else mesh.devices.flatten().tolist()
+        paths, places = self.traced.program.input_paths, Places(self.meshes(devices))
+        return Leaves(paths, self.traced.in_shapes, self._shardings(devices), weak=weak, put=places.put)
 
     def on_shapes(self, traced: Traced) -> PlacedPlan:
         """The choices of this plan for its step traced on other shapes; a PlanFileError says where they do not fit."""
@@ -438,7 +439,9 @@ class PlacedPlan(PlannedStep):
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
         jit = partial(Flat, options=options)
         emit = RegionsEmitter(self.placed, meshes, self.donated_leaves, weak_results, jit)
-        leaves = Leaves(self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak, put=put)
+        leaves = Leaves(
+            self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak, put=Places(meshes).put
+        )
         return PlacedRunner(emit, step, self.traced, self.donate_argnums, leaves)
 
     def backend_for(self, backend: str = "auto") -> str:

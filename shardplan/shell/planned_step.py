@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardplan import _jax
-from shardplan.emit.crossings import compiled_apart, fetch
+from shardplan.emit.crossings import Places, compiled_apart
 from shardplan.emit.launches import in_turn, launch_of
 from shardplan.errors import PlanFileError, ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
@@ -79,14 +78,7 @@ class PlannedStep(ABC):
 
         Processes that share a plan make the same calls of this in the same order: what lies on the plan's devices is sent to all.
         """
-        groups = {frozenset(mesh.devices.flat) for mesh in self.meshes(devices)}
-
-        def whole(x: Any) -> Any:
-            sharding = getattr(x, "sharding", None)
-            planned = isinstance(sharding, NamedSharding) and frozenset(sharding.device_set) in groups
-            return fetch(x) if planned else np.asarray(x)
-
-        return jax.tree.map(whole, tree)
+        return jax.tree.map(Places(self.meshes(devices)).fetch, tree)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0, devices: Sequence[Any] | None = None) -> Any:
         """The result of ``init_fn(*args)``, sharded like argument ``argument`` of the step and never whole on one device.

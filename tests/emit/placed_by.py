@@ -25,7 +25,7 @@ def case(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
     match name:
         case "tiny":
-            return descent, (jnp.eye(4), jnp.ones((2, 4))), {"placement": Halves()}
+            return descent, ((jnp.eye(4), 0), jnp.ones((2, 4))), {"placement": Halves()}
         case "mlp":
             return *mlp.train_step(layers=4, concrete=True), {"axes": {"stage": 2}, "microbatches": 4}
         case "gpt":
@@ -39,10 +39,11 @@ def case(name: str) -> tuple[Any, Any, dict[str, Any]]:
     raise ValueError(name)
 
 
-def descent(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One step of gradient descent."""
+def descent(state: tuple[jax.Array, Any], x: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
+    """One step of gradient descent, counted by a weakly typed number."""
+    w, count = state
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - 0.5) ** 2))(w)
-    return w - 0.1 * gradient, loss
+    return (w - 0.1 * gradient, count + 1), loss
 
 
 def main() -> None:
@@ -74,6 +75,8 @@ def main() -> None:
         losses.append(float(plan.fetch(loss)))
         assert not given or any(x.is_deleted() for x in given)  # donated
     assert [x.sharding for x in jax.tree.leaves(placed)] == shardings
+    weak = [x.weak_type for x in plan.traced.in_shapes[: len(shardings)]]
+    assert [getattr(x, "weak_type", False) for x in jax.tree.leaves(placed)] == weak
     assert loss.sharding.device_set in [set(m.devices.flat) for m in plan.meshes()]
     found = [as_numbers(x) for x in jax.tree.leaves(plan.fetch(placed))]
     changes = [Change()] * len(single)
@@ -95,8 +98,8 @@ def trained(step: Any, state: Any, batch: Any) -> tuple[list[float], list[Any]]:
 
 
 def moved(x: Any, draw: np.random.Generator) -> Any:
-    """An array with each number moved to one of its neighbours; random keys as they are."""
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jnp.asarray(neighbours(np.asarray(x), draw))
+    """An array of floats with each moved to one of its neighbours; other values as they are."""
+    return jnp.asarray(neighbours(np.asarray(x), draw)) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
 
 
 if __name__ == "__main__":

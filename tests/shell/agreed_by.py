@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from tests.placed import Halves
 from tests.shell import agreed_by
 
 
@@ -39,7 +40,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-CASES = "same decorated program number argument cluster version option unplanned loaded late".split()
+CASES = "same decorated program number argument cluster version option placement unplanned loaded late".split()
 
 
 def gradient_step(rate: float = 0.1, act: Callable[[Any], Any] = jax.numpy.tanh) -> Callable[..., Any]:
@@ -115,6 +116,11 @@ def option(differs: bool) -> Any:
     return str(_agreed(gradient_step(), memory_limit="1GiB" if differs else "2GiB"))
 
 
+def placement(differs: bool) -> Any:
+    """Process 1 has other groups of devices."""
+    return str(_agreed(gradient_step(), placement=Halves(shared=1 if differs else 0)))
+
+
 def unplanned(differs: bool) -> Any:
     """Nothing fits: process 0 finds no plan."""
     return str(_agreed(gradient_step(), memory_limit="1KiB"))
@@ -128,8 +134,8 @@ def loaded(differs: bool) -> Any:
         file = Path(folder) / "plan.json"
         if not differs:
             shapes = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((64, 32), "float32")
-            shardplan.plan(gradient_step(), *shapes, cluster="2x2", pins={"x": jax.sharding.PartitionSpec("gpu")}).save(file)
-        return _agreed(gradient_step(), file=file).specs_by_path["x"][0]
+            shardplan.plan(gradient_step(), *shapes, cluster="2x2", placement=Halves()).save(file)
+        return _agreed(gradient_step(), file=file).devices
 
 
 def late(differs: bool) -> Any:

@@ -50,7 +50,7 @@ from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.offload_option import Hosted, read_hosted
 from shardplan.shell.placed_plan import PlacedPlan
-from shardplan.shell.placement_search import best_placement
+from shardplan.shell.placement_search import best_microbatches, best_placement
 from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
 from shardplan.shell.plan_of_step import Plan
 from shardplan.tdl.xla_quirks import uncompiled
@@ -111,8 +111,9 @@ def plan(
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
         axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with these
             rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`). With
-            "stage", the step runs as a pipeline of so many stages (and ``microbatches``), and the result is a `PlacedPlan`. A
-            stage is one chunk of the layers, or two where that is faster; "chunk" gives their number.
+            "stage", the step runs as a pipeline of so many stages, and the result is a `PlacedPlan`. Without ``microbatches``,
+            the planner chooses their number. A stage is one chunk of the layers, or two where that is faster; "chunk" gives the
+            number of chunks.
         factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
             whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
@@ -185,6 +186,8 @@ def plan(
     if stages == 1 and placement == "auto":
         refuse_with_groups({"backend": runner != "explicit", "axes": axes, "factors": factors})
         return best_placement(asked, on_all_devices, batch_argnums)
+    if stages > 1 and placement == "one" and parts.count == 1:
+        return best_microbatches(asked, stages, each, batch_argnums)
     return on_groups(asked, stages, each, placement)
 
 

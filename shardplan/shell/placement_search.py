@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from shardplan.constants import CONSTANTS
 from shardplan.errors import MemoryLimitError, MicrobatchError, ShardplanError
@@ -33,7 +33,7 @@ from shardplan.search.inference import anytime
 from shardplan.search.inference.bound import least_s
 from shardplan.shell.made_plans import Asked
 from shardplan.shell.placed_plan import PlacedPlan
-from shardplan.shell.placements import assignment_of, placed_plan, staged_plan
+from shardplan.shell.placements import assignment_of, placed_plan, refuse_with_groups, staged_plan
 from shardplan.shell.plan_of_step import Plan
 
 BatchArgnums = Sequence[int] | int | None
@@ -51,18 +51,24 @@ def best_placement(asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], b
     Raises:
         MemoryLimitError: if no plan fits.
     """
-    search = _Search(asked, plan_on_all_devices, batch_argnums)
-    try:
-        search.all_devices()
-        search.pipelines()
-        search.branches()
-    except anytime.OutOfTimeError:
-        search.stop("time budget")
-    except KeyboardInterrupt:
-        if search.best is None:
-            raise
-        search.stop("interrupted")
-    return search.result()
+    search = _Search(asked, batch_argnums)
+    search.over(partial(search.all_devices, plan_on_all_devices), search.pipelines, search.branches)
+    batch = None if batch_argnums is None else positions(batch_argnums, len(asked.traced.in_tree.children()), "batch_argnums")
+    return search.result(AutoPlacement(asked.microbatches.count, batch))
+
+
+def best_microbatches(asked: Asked, stages: int, each: int | None, batch_argnums: BatchArgnums) -> Plan | PlacedPlan:
+    """The fastest pipeline of so many stages over numbers of microbatches; ``each`` as in `staged_plan`.
+
+    An interrupt returns the best plan so far; before there is one, it is raised.
+
+    Raises:
+        ShardplanError: for what is wrong with all of them.
+    """
+    refuse_with_groups({"backend": asked.searcher.wanted.backend != "explicit"})
+    search = _Search(asked, batch_argnums)
+    search.over(partial(search.stages, stages, each))
+    return search.result(None)
 
 
 def stage_counts(cluster: Cluster, blocks: int) -> tuple[int, ...]:
@@ -72,69 +78,91 @@ def stage_counts(cluster: Cluster, blocks: int) -> tuple[int, ...]:
 
 
 def microbatch_counts(program: Program, batch: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The numbers of microbatches to try with so many stages: those of S, 2 S, 4 S and 8 S that divide the batch."""
+    """The numbers of microbatches to try with S stages: divisors of the batch from S to 8 S, each at least twice the last."""
     rows = math.gcd(*(program.tensors[program.inputs[i]].shape[0] for i in batch))
-    return tuple(m for m in (stages, 2 * stages, 4 * stages, 8 * stages) if rows % m == 0)
+    found: list[int] = []
+    for m in range(stages, min(rows, 8 * stages) + 1):
+        if rows % m == 0 and m >= 2 * (found[-1] if found else 0):
+            found.append(m)
+    return tuple(found)
 
 
 class _Search:
     """What was tried so far, and the best of it. ``best`` fits in memory."""
 
-    def __init__(self, asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], batch_argnums: BatchArgnums) -> None:
+    def __init__(self, asked: Asked, batch_argnums: BatchArgnums) -> None:
         self.best: Plan | PlacedPlan | None = None
-        self._asked, self._plan_on_all_devices, self._batch_argnums = asked, plan_on_all_devices, batch_argnums
+        self._asked, self._batch_argnums = asked, batch_argnums
         self._everywhere: Plan | None = None
-        self._limit_error: MemoryLimitError | None = None
+        self._error: ShardplanError | None = None
         self._tried: dict[str, Plan | PlacedPlan | TriedPlacement] = {}
         self._programs: dict[int, Program] = {}
         self._stopped: anytime.Stopped = ""
 
+    def over(self, *ways: Callable[[], None]) -> None:
+        """Tries candidates in these ways, until time is over or an interrupt comes; before there is a plan, that is raised."""
+        try:
+            for way in ways:
+                way()
+        except anytime.OutOfTimeError:
+            self._stop("time budget")
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self._stop("interrupted")
+
     # -- candidates ----------------------------------------------------------------------------------------------------
 
-    def all_devices(self) -> None:
+    def all_devices(self, make: Callable[[Asked], Plan]) -> None:
         """Makes the plan on all devices; where it does not fit, those in microbatches."""
         try:
-            self._everywhere = self._plan_on_all_devices(self._heard(_ALL, 0.0, 0.5))
+            self._everywhere = make(self._heard(_ALL, 0.0, 0.5))
         except MemoryLimitError as error:
-            self._limit_error = error
             self._leave_out(_ALL, error)
         else:
             self._take(_ALL, self._everywhere)
             return
         if self._asked.microbatches.count == 1:
-            self._with_counts(2, f"{_ALL} in microbatches", self._accumulating)
+            self._with_counts(2, f"{_ALL} in microbatches", partial(self._accumulating, make))
 
-    def _accumulating(self, parts: Microbatches) -> Plan | PlacedPlan | None:
+    def _accumulating(self, make: Callable[[Asked], Plan], parts: Microbatches) -> Plan | PlacedPlan | None:
         what = f"{_ALL}, {parts.count} microbatches"
         here = replace(self._heard(what, 0.5), microbatches=parts)
-        return self._try(what, lambda: self._plan_on_all_devices(here))
+        return self._try(what, lambda: make(here))
+
+    @cached_property
+    def _blocks(self) -> int:
+        """The equal blocks in a row of the forward pass."""
+        return equal_blocks(flatten(self._asked.traced.program, replicate=self._asked.searcher.replicate))
 
     def pipelines(self) -> None:
         """Tries pipelines."""
-        asked = self._asked
-        blocks = equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate))
-        counts = stage_counts(asked.searcher.cluster, blocks)
+        cluster = self._asked.searcher.cluster
+        counts = stage_counts(cluster, self._blocks)
         if not counts:
-            self._leave_out(_PIPELINES, f"{asked.searcher.cluster.name} is not cut into stages of {blocks} equal blocks in a row")
+            self._leave_out(_PIPELINES, f"{cluster.name} is not cut into stages of {self._blocks} equal blocks in a row")
         for n, stages in enumerate(counts):
-            each, progress = 2 if 2 * stages <= blocks else 1, 0.5 + 0.4 * n / len(counts)
-            self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, each, progress))
+            self.stages(stages, None, 0.5 + 0.4 * n / len(counts))
 
-    def _pipeline(self, stages: int, each: int, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
-        """Tries a pipeline of up to ``each`` chunks of layers a stage.
+    def stages(self, stages: int, each: int | None, progress: float = 0.0) -> None:
+        """Tries pipelines of so many stages; ``each`` as in `staged_plan`."""
+        self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, each, progress))
+
+    def _pipeline(self, stages: int, each: int | None, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
+        """Tries a pipeline.
 
         Raises:
             MicrobatchError: if the step cannot be cut into microbatches.
         """
         asked, count = self._asked, parts.count
-        what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, each, count)
+        what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, count)
         if least_s >= self._to_beat_s(on_groups=True):
             self._leave_out(what, f"estimated at {seconds(least_s)} or more")
             return None
         if count not in self._programs:
             self._programs[count] = microbatched(asked.traced.program, parts, asked.searcher.replicate)
         here = replace(self._heard(what, progress), microbatches=parts)
-        return self._try(what, lambda: staged_plan(here, self._programs[count], stages))
+        return self._try(what, lambda: staged_plan(here, self._programs[count], stages, each))
 
     def _with_counts(self, least: int, what: str, attempt: Callable[[Microbatches], Plan | PlacedPlan | None]) -> None:
         """Tries with ``least`` microbatches, or those given, and with more as long as that is faster."""
@@ -145,7 +173,7 @@ class _Search:
             if asked.microbatches.count > 1:
                 counts = (asked.microbatches.count,)
             elif not counts:
-                self._leave_out(what, f"the batch does not divide into {least} microbatches")
+                raise MicrobatchError(f"the batch does not divide into {least} to {8 * least} microbatches: give their number")
             for count in counts:
                 self._check()
                 plan = attempt(Microbatches(count, batch))
@@ -155,17 +183,17 @@ class _Search:
         except MicrobatchError as error:  # none of these numbers can be
             self._leave_out(what, error)
 
-    def _estimate_s(self, stages: int, each: int, count: int) -> float:
+    def _estimate_s(self, stages: int, count: int) -> float:
         """An estimate, on the low side, of the seconds of a pipeline: the least compute of any plan, and the least that devices
         wait.
 
         Stages run an op in at least as many parts as there are devices (``count`` microbatches on a ``stages``-th of them), and
         parts are not cheaper than their share of the op. Only ops outside of the loop may have fewer launches. ZB-H1 (Qi et al.
-        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute; chunks divide that.
+        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute; two chunks a stage halve that.
         """
         if self._everywhere is None:
             return 0.0
-        problem = self._everywhere.session.problem
+        problem, each = self._everywhere.session.problem, 2 if 2 * stages <= self._blocks else 1
         return least_s(problem) / problem.objective.weights.compute * (1 + (stages - 1) / count / 3 / each)
 
     def branches(self) -> None:
@@ -241,6 +269,7 @@ class _Search:
 
     def _leave_out(self, what: str, why: str | ShardplanError) -> None:
         peak = why.smallest_bytes if isinstance(why, MemoryLimitError) else None
+        self._error = why if self._error is None and isinstance(why, ShardplanError) else self._error
         text = f"the smallest layout found holds {size(peak)}" if peak is not None else " ".join(str(why).split())
         self._tried[what] = TriedPlacement(what, None, peak, text)
 
@@ -262,22 +291,22 @@ class _Search:
         wanted = replace(searcher.wanted, observer=heard)
         return replace(self._asked, searcher=replace(searcher, wanted=wanted, fallback=Fallback()))
 
-    def stop(self, why: anytime.Stopped) -> None:
+    def _stop(self, why: anytime.Stopped) -> None:
         """Notes what ended the search early."""
         self._stopped = why
         self._leave_out("others", f"not tried: {'the time budget is over' if why == 'time budget' else why}")
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def result(self) -> Plan | PlacedPlan:
-        """The best plan, with what it was chosen among.
+    def result(self, auto: AutoPlacement | None) -> Plan | PlacedPlan:
+        """The best plan, with what it was chosen among, and what ``placement="auto"`` was asked for.
 
         Raises:
-            MemoryLimitError: if none fits.
+            ShardplanError: if there is none: what is wrong with the first candidate.
         """
         if self.best is None:
-            assert self._limit_error is not None, "a plan that was made fits"
-            raise self._limit_error
+            assert self._error is not None, "a candidate that is no plan has an error"
+            raise self._error
         if not self._stopped:
             self._asked.searcher.wanted.observer("done", 1.0)
         rows = [
@@ -286,9 +315,7 @@ class _Search:
         ]
         if isinstance(self.best, Plan):
             return self.best.chosen_among(rows, self._stopped)
-        given, trees = self._batch_argnums, self._asked.traced.in_tree
-        batch = None if given is None else positions(given, len(trees.children()), "batch_argnums")
-        return self.best.chosen_among(rows, self._stopped, AutoPlacement(self._asked.microbatches.count, batch))
+        return self.best.chosen_among(rows, self._stopped, auto)
 
     def _why_not(self, plan: Plan | PlacedPlan) -> str:
         if plan is self.best:

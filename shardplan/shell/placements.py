@@ -60,8 +60,6 @@ def on_groups(asked: Asked, stages: int, each: int | None, placement: PlacementL
     refuse_with_groups({"backend": wanted.backend != "explicit"})
     if stages > 1:
         refuse_with_groups({"placement": placement != "one"})
-        if asked.microbatches.count == 1:
-            raise PlacementError(f"{stages} stages take turns with one microbatch: give microbatches, for example {4 * stages}")
         return staged_plan(asked, microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), stages, each)
     refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
     origin = placement if isinstance(placement, str) else type(placement).__name__

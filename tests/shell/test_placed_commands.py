@@ -81,7 +81,7 @@ def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callab
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", *MLP, "--axes", "stage=2"], "2 stages take turns with one microbatch"),
+        (["plan", *MLP, "--axes", "data=4,chunk=2"], "unsupported purpose 'chunk'"),
         (
             ["simulate", *MLP, "--axes", "stage=2", "--microbatches", "4", "--no-overlap"],
             "overlap and contention of a simulation",

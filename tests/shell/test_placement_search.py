@@ -166,7 +166,22 @@ def test_stages_divide_the_slowest_level_and_have_a_block_each() -> None:
     batch = [n for n, path in enumerate(traced.program.input_paths) if path.startswith("batch")]
     assert microbatch_counts(traced.program, batch, 2) == (2, 4, 8)
     assert microbatch_counts(traced.program, batch, 3) == (3, 6, 12, 24)
-    assert microbatch_counts(traced.program, batch, 16) == ()
+    assert microbatch_counts(traced.program, batch, 5) == (6, 12, 24)
+    assert microbatch_counts(traced.program, batch, 16) == (24,)
+    assert microbatch_counts(traced.program, batch, 25) == ()
+
+
+def test_microbatches_are_chosen_for_a_number_of_stages() -> None:
+    step, args = mlp.train_step(layers=2, width=16, batch=12)
+    plan = shardplan.plan(step, *args, cluster=machine("2:eager"), axes={"stage": 2})
+    assert isinstance(plan, PlacedPlan)
+    (own,) = [row for row in plan.placements_tried if not row.why_not]
+    assert own.what == f"2 stages, {plan.microbatches.count} microbatches"
+    assert own.step_time_s == min(row.step_time_s for row in plan.placements_tried if row.step_time_s is not None)
+    assert {"2 stages, 2 microbatches", "2 stages, 4 microbatches"} <= rows(plan).keys()
+    step, args = mlp.train_step(layers=2, width=16, batch=1)
+    with pytest.raises(shardplan.MicrobatchError, match="does not divide into 2 to 16 microbatches"):
+        shardplan.plan(step, *args, cluster=machine("2:eager"), axes={"stage": 2})
 
 
 def test_blocks_are_counted_in_the_forward_pass() -> None:

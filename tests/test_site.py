@@ -41,7 +41,6 @@ SLOW = ("first_plan", "for_fsdp_and_tp", "memory", "pipelines", "reading_a_plan"
 """Pages that take over two seconds. README.md does too, but is read first."""
 NOT_RUN = {
     ("processes", "jax.distributed.initialize()"): "several processes; tests/emit/trained_by.py has a program of this form",
-    ("pipelines", "plan.fetch(loss)"): "several processes; tests/emit/placed_by.py has a program of this form",
     ("accuracy", "jax.shard_map(jnp.sum"): "the program that ends the process under jaxlib 0.11.2",
     ("tdl", "lambda b, d: Sum("): "an expression of the description language, whose names only `shardplan.tdl` gives",
 }

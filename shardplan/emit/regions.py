@@ -55,6 +55,7 @@ class RegionsEmitter:
         self._launches = [launch_of(mesh.devices.flatten().tolist()) for mesh in meshes]
         self._crossings = self._between_processes()
         self._connected = False
+        self._copies = self._of_repeated(jit)
         pieces = self._graph.pieces
         self.own = tuple(n for n, piece in enumerate(pieces) if self._is_here(piece.group))
         self.names = tuple(pieces[n].name for n in self.own)
@@ -97,7 +98,8 @@ class RegionsEmitter:
                         held[target, key] = jax.device_put(held[source, key], self._sharding(target, like))
             for at in issue.last:
                 held.pop(at, None)
-        return [x if at is None else self._result(held, at) for at, x in zip(graph.results, self._literals, strict=True)]
+        results = enumerate(zip(graph.results, self._literals, strict=True))
+        return [x if at is None else self._result(n, held, at) for n, (at, x) in results]
 
     def _is_here(self, group: int) -> bool:
         """Whether this process owns a device of a group."""
@@ -122,10 +124,25 @@ class RegionsEmitter:
                     way.connect()
             self._connected = True
 
-    def _result(self, held: Mapping[tuple[int, Key], Any], at: tuple[int, Key]) -> Any:
+    def _of_repeated(self, jit: Callable[..., Any]) -> dict[int, Any]:
+        """The programs that copy a value for the second and later results that it is, by the number of the result: each result
+        has a buffer of its own, as under `jax.jit`, so that all of them can be donated to the next step.
+        """
+        found: dict[int, Any] = {}
+        seen: set[tuple[int, Key]] = set()
+        for n, at in enumerate(self._graph.results):
+            if at in seen:
+                own = self._sharding(at[0], at[1][0])
+                found[n] = jit(jnp.copy, in_shardings=[own], out_shardings=own)
+            elif at is not None:
+                seen.add(at)
+        return found
+
+    def _result(self, number: int, held: Mapping[tuple[int, Key], Any], at: tuple[int, Key]) -> Any:
         """A result of the step, without blocks where another process has it."""
         if at in held:
-            return held[at]
+            copies = self._copies.get(number)
+            return held[at] if copies is None else in_turn(self._launches[at[0]], copies, held[at])
         return _jax.absent_array(self._typed(at[0], at[1][0]), self._sharding(at[0], at[1][0]))
 
     def using(self, programs: Sequence[Callable[..., Any]]) -> RegionsEmitter:

@@ -40,6 +40,27 @@ def test_groups_that_share_devices_do_not_take_each_other_s_buffers() -> None:
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
+def test_a_value_that_is_several_results_can_be_donated_as_each_of_them(devices: list[Any]) -> None:
+    """A weight, a number, which is weakly typed, and a random key."""
+
+    def twins(state: Any, x: jax.Array) -> Any:
+        w = state["w"] - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        n, key = state["n"] + 1, jax.random.split(state["key"])[0]
+        return {"w": w, "last": w, "n": n, "last_n": n, "key": key, "last_key": key}
+
+    def state() -> dict[str, Any]:
+        made = {"w": jnp.ones((4, 4)), "key": jax.random.key(0)}
+        return {**made, "n": 0, "last": jnp.zeros((4, 4)), "last_n": 0, "last_key": jax.random.key(1)}
+
+    x = jnp.arange(32.0).reshape(8, 4)
+    plan = shardplan.plan(twins, state(), x, cluster="2", placement=Halves(), donate_argnums=(0,))
+    assert verify(plan, twins, (state(), x)).passed
+    made = plan.jit(twins, devices=devices[:2])(state(), x)
+    assert made["last_n"].weak_type
+    assert made["w"] is not made["last"]
+
+
 def test_devices_of_several_groups_hold_what_all_of_them_hold_within_the_memory_limit() -> None:
     step, args = two_tower.train_step()
     options: dict[str, Any] = {"cluster": "4", "placement": Halves(shared=1), "donate_argnums": (0,)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import Dag, between, mean_ranks, mean_s
+from .graph import Dag, between, mean_ranks, mean_s, mean_time_s
 from .memory import Room
 from .schedules import Orders, arrival_s
 
@@ -58,7 +58,7 @@ def means_of(dag: Dag) -> Means:
     several = dag.devices > 1  # nothing travels on one device
     parents = [[(i, mean_s(t) if several else 0.0) for i, t in row] for row in dag.parents]
     children = [[(j, mean_s(t) if several else 0.0) for j, t in row] for row in dag.children]
-    return Means([sum(row) / dag.devices for row in dag.times_s], mean_ranks(dag), parents, children)
+    return Means([mean_time_s(dag, i) for i in range(dag.tasks)], mean_ranks(dag), parents, children)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,7 @@ def _fitting(task: int, device: int, arrival_s: float, orders: Orders, path: Dyn
     for k in range(first, len(row) + 1):
         start = max(arrival_s, finish_s[row[k - 1]]) if k else arrival_s
         # without a later neighbour, the task's own latest end
-        mean = sum(orders.dag.times_s[task]) / orders.dag.devices
-        limit = path.lst_s[row[k]] if k < len(row) else path.lst_s[task] + mean
+        limit = path.lst_s[row[k]] if k < len(row) else path.lst_s[task] + mean_time_s(orders.dag, task)
         if start + seconds <= limit + spare:
             return _Slot(start, device, k)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +61,12 @@ def mean_s(transfer: Transfer) -> float:
     if not isinstance(transfer, tuple):
         return transfer
     pairs = len(transfer) * (len(transfer) - 1)
-    return sum(map(sum, transfer)) / pairs if pairs else 0.0
+    return math.fsum(seconds for row in transfer for seconds in row) / pairs if pairs else 0.0
+
+
+def mean_time_s(dag: Dag, task: int) -> float:
+    """The mean seconds of a task over all devices. Rounded correctly, as Python's releases differ in `sum`, and ties in this."""
+    return math.fsum(dag.times_s[task]) / dag.devices
 
 
 def mean_ranks(dag: Dag) -> list[float]:
@@ -71,7 +77,7 @@ def mean_ranks(dag: Dag) -> list[float]:
     ranks, several = [0.0] * dag.tasks, dag.devices > 1  # nothing travels on one device
     for i in reversed(dag.order):
         after = max(((mean_s(t) if several else 0.0) + ranks[j] for j, t in dag.children[i]), default=0.0)
-        ranks[i] = sum(dag.times_s[i]) / dag.devices + after
+        ranks[i] = mean_time_s(dag, i) + after
     return ranks
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, assert_never, runtime_checkable
+from typing import Any, Protocol, TypeVar, assert_never, runtime_checkable
 
 from shardplan.dag.pipeline_orders import one_f_one_b
 from shardplan.dag.pipelines import folded, looped
@@ -35,6 +35,8 @@ from shardplan.search.coarsening.layers import equal_blocks
 from shardplan.search.inference import anytime
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.placed_plan import PlacedPlan
+
+_Way = TypeVar("_Way")
 
 
 @runtime_checkable
@@ -90,7 +92,7 @@ def staged_plan(asked: Asked, program: Program, stages: int, each: int | None = 
     groups = stage_groups(asked.searcher.cluster, stages)
     if each is not None and each > 1:
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
-        return min((chunked_plan(asked, program, groups, chunks) for chunks in ways), key=lambda p: p.step_time_s)
+        return _fastest(lambda chunks: (chunked_plan(asked, program, groups, chunks), True), ways)
     plan = chunked_plan(asked, program, groups, looped(stages, 1))
     return plan if each == 1 else _in_two_chunks(asked, program, groups, plan)
 
@@ -103,7 +105,7 @@ def _in_two_chunks(asked: Asked, program: Program, groups: Sequence[Group], plan
         chunks = two_chunks(plan.placed.graph, plan.placed.dispatch, machine_of(asked.searcher.cluster))
         if chunks is None or len(chunks) > equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate)):
             return plan
-        return min(plan, chunked_plan(asked, program, groups, chunks), key=lambda p: p.step_time_s)
+        return min(plan, chunked_plan(asked, program, groups, chunks), key=_step_s)
     except (MemoryLimitError, PlacementError):
         return plan
     except KeyboardInterrupt:
@@ -125,26 +127,45 @@ def chunked_plan(asked: Asked, program: Program, groups: Sequence[Group], chunks
     cut = LoopSplit(program, loop, tuple(groups), where.outer, where.inner, chunks)
     each = len(chunks) // len(groups)
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
+
+    def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
+        plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin)
+        return plan, short and in_flight is None
+
+    return _fastest(planned, (None, one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)))
+
+
+def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:
+    """The fastest plan of several ways. ``planned`` makes one, and says whether the ways after it may be better.
+
+    An interrupt or the deadline ends this with the best so far.
+
+    Raises:
+        MemoryLimitError: if no way fits: that of the way that needs least.
+    """
     found: list[PlacedPlan] = []
-    refused: MemoryLimitError | None = None
+    refused: list[MemoryLimitError] = []
     try:
-        for in_flight in (None, one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)):
+        for way in ways:
             try:
-                plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin)
+                plan, more = planned(way)
             except MemoryLimitError as error:
-                refused = error
+                refused.append(error)
                 continue
             found.append(plan)
-            if not short or plan.stopped or in_flight is not None:
+            if plan.stopped or not more:
                 break
     except KeyboardInterrupt:
         if not found:
             raise
-        found = [found[0].chosen_among((), "interrupted")]
+        return min(found, key=_step_s).chosen_among((), "interrupted")
     if not found:
-        assert refused is not None
-        raise refused
-    return min(found, key=lambda plan: plan.step_time_s)
+        raise min(refused, key=lambda error: error.smallest_bytes)
+    return min(found, key=_step_s)
+
+
+def _step_s(plan: PlacedPlan) -> float:
+    return plan.step_time_s
 
 
 def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:

@@ -19,6 +19,7 @@ from shardplan.regions.dispatch import Dispatch, Issue, dispatched
 from shardplan.regions.schedules import started, waiting_tasks
 from shardplan.regions.tasks import TaskGraph
 from shardplan.regions.virtual_stages import most_in_flight, two_chunks
+from shardplan.shell import placements
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.verify.verify import verify
 from tests.machines import machine
@@ -63,6 +64,35 @@ def test_two_chunks_are_chosen_where_they_are_faster(chosen: PlacedPlan) -> None
     assert chosen.step_time_s < one.step_time_s
     assert len(chosen.groups) == len(one.groups) == 2
     assert "2 stages of 2 chunks" in chosen.explain()
+
+
+@pytest.mark.parametrize("missing", [looped(2, 2), folded(2)])
+def test_chunks_that_are_asked_for_are_planned_in_the_order_that_fits(
+    missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = placements.chunked_plan
+
+    def chunked(asked: Any, program: Any, groups: Any, chunks: tuple[int, ...]) -> PlacedPlan:
+        if chunks == missing:
+            raise shardplan.MemoryLimitError(1, 2)
+        return real(asked, program, groups, chunks)
+
+    monkeypatch.setattr(placements, "chunked_plan", chunked)
+    plan = pipeline(*residual(4), microbatches=2, chunk=2)
+    assert plan.chunks in {looped(2, 2), folded(2)} - {missing}
+
+
+def test_an_interrupt_of_the_second_order_of_chunks_keeps_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = placements.chunked_plan
+
+    def chunked(asked: Any, program: Any, groups: Any, chunks: tuple[int, ...]) -> PlacedPlan:
+        if chunks == folded(2):
+            raise KeyboardInterrupt
+        return real(asked, program, groups, chunks)
+
+    monkeypatch.setattr(placements, "chunked_plan", chunked)
+    plan = pipeline(*residual(4), microbatches=2, chunk=2)
+    assert (plan.chunks, plan.stopped) == (looped(2, 2), "interrupted")
 
 
 def test_a_chunk_runs_its_passes_on_its_group(chosen: PlacedPlan) -> None:

@@ -10,9 +10,16 @@ from pathlib import Path
 import jax
 import pytest
 
+from shardplan.plans.files import read
+
 PROJECT = Path(__file__).parent.parent / "examples" / "project"
 MADE_WITH = "0.12.0.1"
 """The release of JAX that traced the project's saved plan."""
+
+
+def test_the_saved_plan_is_one_of_this_version() -> None:
+    [saved] = (PROJECT / "tests" / "plans").iterdir()
+    assert not read(saved).changed_constants, "run pytest --update-plans in examples/project"
 
 
 @pytest.mark.slow

@@ -12,7 +12,10 @@ from shardplan import constants
 from shardplan.constants import CONSTANTS, Constants
 
 PACKAGE = Path(constants.__file__).parent
-ROOMS = ("cost", "graph", "collectives", "search", "schedule", "planning", "remat")
+ROOMS = (
+    "collectives", "cost", "dag", "graph", "hlo", "mesh", "microbatches", "offload", "placement", "planning", "regions", "remat",
+    "schedule", "search", "simulate",
+)  # fmt: skip
 
 ELSEWHERE = {
     "cost/wire.py BYTE_S": "a unit",
@@ -30,7 +33,40 @@ ELSEWHERE = {
     "search/problem/cost_tables.py BIG": "infinity",
     "search/problem/cost_tables.py _PER_SECOND": "a unit",
     "search/problem/cost_tables.py LONGEST_S": "the range of the unit",
+    "dag/exact.py GAP": "the solver's tolerance",
+    "dag/exact.py MAX_TASKS": "more are an error",
+    "dag/memory.py NODES": "packings not found by then are an error",
+    "dag/memory.py SLACK": "the rounding of sums of bytes",
+    "hlo/undo.py _STEPS": "reads compiled programs, after the plan",
+    "mesh/checks.py LARGEST_PART": "more are an error",
+    "mesh/checks.py MOST_SECONDS": "more are an error",
+    "mesh/detect.py _PCIE_BYTES_PER_S": "describes a device, and stands in the plan's cluster",
+    "mesh/gpus.py _A100_40": "describes a device",
+    "mesh/gpus.py _V100_32": "describes a device",
+    "mesh/machine.py DEFAULT_ATTENTION_EFFICIENCY": "describes a device",
+    "mesh/machine.py DEFAULT_CONTENTION": "describes a device",
+    "mesh/machine.py LARGEST": "more are an error",
+    "mesh/machine.py MOST_CONTENTION": "more are an error",
+    "mesh/profile.py FORMAT": "a code",
+    "microbatches/time_cut.py _BYTE_S": "a unit, far above the next",
+    "microbatches/time_cut.py _FLOP_S": "a unit, far below the last",
+    "placement/device_topology.py MOST_DEVICES": "more are an error",
+    "placement/device_topology.py TICK_S": "a unit",
+    "placement/optimum.py MOST_SIMULATIONS": "more are an error",
+    "placement/pair_costs.py NEVER_SENT": "a code",
+    "placement/simulation.py _FEW": "which of two engines runs: the same result",
+    "placement/strategy_files.py VERSION": "a code",
+    "placement/task_loop.py NEVER": "a code",
+    "placement/task_loop.py NONE": "a code",
     "planning/host_memory.py _SEARCHES": "parts of a progress bar",
+    "regions/tasks.py WHOLE": "a code",
+    "simulate/engine.py _FEW": "which of two engines runs: the same result",
+    "simulate/engine.py _MOST_TICKS": "the range of the unit",
+    "simulate/event_loop.py NONE": "a code",
+    "simulate/figures.py _INSTANT_S": "how figures are drawn",
+    "simulate/simulated_step.py _FEW": "a piece of work: folds are checked",
+    "simulate/simulated_step.py _MANY": "a piece of work: folds are checked",
+    "simulate/step_tasks.py _MANY": "how the same dependencies are written",
     "schedule/passes/extents.py _MOST_DIMS": "NumPy's limit",
 }
 

@@ -31,7 +31,7 @@ def case(model: str) -> Case:
 def test_every_part_is_printed_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mcmc, "LEAST_PROPOSALS", (30, 0))  # the stop rule ends chains of toys sooner
+    monkeypatch.setattr(mcmc, "least_proposals", lambda operators: 30)  # the stop rule ends chains of toys sooner
     assert main([*TINY, "--models", "alexnet", "nmt", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [row["model"] for row in figures["steps"]] == ["alexnet", "nmt"]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardplan.constants import CONSTANTS
+
 from .graph import Dag, between
 from .memory import Room
 from .schedules import Orders, arrival_s
 
-# Sums of seconds round: a path that is shorter by less than this part of the makespan is as long.
-TOLERANCE = 1e-9
-# Tasks taken out for each task of the graph, at most: a limit on the time of scheduling.
-TRIALS_PER_TASK = 2
 
-
-def shorten(orders: Orders, room: Room, *, trials_per_task: float = TRIALS_PER_TASK) -> float:
+def shorten(orders: Orders, room: Room, *, trials_per_task: float = CONSTANTS.trials_per_task) -> float:
     """Improves ``orders`` in place until no critical task has a better slot; returns the makespan in seconds.
 
     With EST and LST of the schedule without a task, formula 11 gives the exact length of the longest path through the task in
@@ -53,7 +50,7 @@ class _Path:
     @property
     def limit_s(self) -> float:
         """What a path must be shorter than to be critical no more."""
-        return self.makespan_s * (1 - TOLERANCE)
+        return self.makespan_s * (1 - CONSTANTS.rounding)
 
 
 def _path(orders: Orders) -> _Path:
@@ -63,7 +60,7 @@ def _path(orders: Orders) -> _Path:
     times, device = orders.dag.times_s, orders.device
     through = [start[i] + times[i][device[i]] + tails[i] for i in walk]
     makespan = max(through, default=0.0)
-    critical = [i for i, t in zip(walk, through, strict=True) if t >= makespan * (1 - TOLERANCE)]
+    critical = [i for i, t in zip(walk, through, strict=True) if t >= makespan * (1 - CONSTANTS.rounding)]
     return _Path(
         walk, {i: k for k, i in enumerate(walk)}, before, after, start, tails, orders.ancestors(walk), critical, makespan
     )

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardplan.constants import CONSTANTS
+
 from .graph import Dag, between, mean_ranks, mean_s, mean_time_s
 from .memory import Room
 from .schedules import Orders, arrival_s
-
-# Formula 8 compares sums of seconds: they are equal up to so much of the critical path's length.
-TOLERANCE = 1e-9
 
 
 def fd_dps(dag: Dag, room: Room) -> Orders:
@@ -76,7 +75,7 @@ class DynamicPath:
 
     def is_critical(self, task: int) -> bool:
         """Formula 8."""
-        return self.slack_s(task) <= TOLERANCE * self.length_s
+        return self.slack_s(task) <= CONSTANTS.rounding * self.length_s
 
 
 def dynamic_path(orders: Orders, means: Means) -> DynamicPath:
@@ -123,7 +122,7 @@ def _scheduled_lst_s(orders: Orders, means: Means, walk: list[int], length_s: fl
 
 def sort_node(ready: list[int], path: DynamicPath) -> int:
     """Algorithm 1: critical tasks first, then the highest priority; among equals the smaller EST, then the smaller id."""
-    return min(ready, key=lambda i: (max(path.slack_s(i), TOLERANCE * path.length_s), path.est_s[i], i))
+    return min(ready, key=lambda i: (max(path.slack_s(i), CONSTANTS.rounding * path.length_s), path.est_s[i], i))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -158,7 +157,7 @@ def _reachable(dag: Dag, task: int, devices: list[int], arrival_s: list[float]) 
 def _fitting(task: int, device: int, arrival_s: float, orders: Orders, path: DynamicPath, finish_s: list[float]) -> _Slot | None:
     """Formula 11: the first slot of a device that holds the task, where later tasks move back to their LST at most."""
     row, seconds = orders.sequences[device], orders.dag.times_s[task][device]
-    spare = TOLERANCE * path.length_s
+    spare = CONSTANTS.rounding * path.length_s
     first = _after_ancestors(task, row, orders, path)
     for k in range(first, len(row) + 1):
         start = max(arrival_s, finish_s[row[k - 1]]) if k else arrival_s

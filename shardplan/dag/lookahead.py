@@ -6,17 +6,15 @@ task on a device is a part of the least that can follow there; see `shardplan.da
 
 from __future__ import annotations
 
+from shardplan.constants import CONSTANTS
+
 from .graph import Dag, best_tails, by_rank, mean_ranks
 from .heft import Slots
 from .memory import Room
 from .schedules import Orders
 
-# Fitted to 200 random DAGs like those of benchmarks/fd_dps.py: HEFT's makespan is undercut by 1.3% in the mean with 0.5, by 0.7%
-# with 1 and by nothing with 0. Judged on 200 others (its seed 7): by 2.2% with 0.5, 2.3% with 0.25, 1.9% with 1.
-BEST_CASE = 0.5
 
-
-def lookahead(dag: Dag, room: Room, *, weight: float = BEST_CASE) -> Orders:
+def lookahead(dag: Dag, room: Room, *, weight: float = CONSTANTS.tail_weight) -> Orders:
     """Orders by the earliest end and ``weight`` times what follows at least (`graph.best_tails`), device by device.
 
     Raises `memory.StuckError` where no device has room for a task.

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from numpy.typing import ArrayLike
 
+from shardplan.constants import CONSTANTS
 from shardplan.errors import ScheduleError
 
 from .critical import shorten
@@ -21,9 +22,6 @@ from .schedules import Orders, Schedule
 from .validation import checked
 
 Method = Literal["fd-dps", "heft", "exact"]
-# Up to so many tasks, the paper's own rules are one start more. They generate the critical path anew for each task: for 100
-# tasks, this start takes more than twice the time of the two others, and rarely gives the best schedule.
-PAPER_TASKS = 50
 
 
 def schedule_dag(
@@ -59,8 +57,8 @@ def planned(dag: Dag, method: Method = "fd-dps") -> Schedule:
     - The paper's step, an assignment that updates the dynamic critical path, goes on when all tasks have devices (`shorten`):
       critical tasks move to better slots of formula 11 until none has one.
 
-    The best of these starts is returned. Up to `PAPER_TASKS` tasks, the paper's rules are one start more, so that no schedule is
-    longer than theirs. HEFT's schedule is not among the starts.
+    The best of these starts is returned. Up to ``CONSTANTS.paper_tasks`` tasks, the paper's rules are one start more, so that no
+    schedule is longer than theirs. HEFT's schedule is not among the starts.
     """
     _refuse_unknown(method)
     match method:
@@ -84,7 +82,7 @@ def _fd_dps(dag: Dag) -> Schedule:
     pack = cache(packing)
     turned = built(dag.reversed(), lookahead, lambda _: pack(dag))  # the same tasks have the same packing
     starts = [built(dag, lookahead, pack), _backwards(turned, dag)]
-    starts += [built(dag, fd_dps, pack)] if dag.tasks <= PAPER_TASKS else []
+    starts += [built(dag, fd_dps, pack)] if dag.tasks <= CONSTANTS.paper_tasks else []
     for orders in starts:
         room = Room(dag)
         for i, d in enumerate(orders.device):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .critical import TOLERANCE, shorten
+from shardplan.constants import CONSTANTS
+
+from .critical import shorten
 from .graph import Dag
 from .memory import Room
 from .pipeline_orders import known_on
@@ -27,12 +29,6 @@ PREFERENCES: tuple[tuple[Kind, Kind, Kind], ...] = (
     ("backward", "weight", "forward"),
 )
 """The kinds that a list schedule prefers, best first: as 1F1B, GPipe, and where memory is short."""
-
-EFFORT = 20_000
-"""Tasks of a pipeline times those taken out and placed anew, at most: a limit on the time of scheduling. Choice."""
-
-SHORTENED = 2
-"""The starts that are shortened: the shortest ones. Choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_
     ]
     best: tuple[Pipeline, Run] | None = None
     for wanted in questions:
-        if best is None or wanted.least_s < best[1].makespan_s * (1 - TOLERANCE):
+        if best is None or wanted.least_s < best[1].makespan_s * (1 - CONSTANTS.rounding):
             found = best_order(wanted)
             best = found if best is None or found[1].makespan_s < best[1].makespan_s else best
     assert best is not None
@@ -89,9 +85,9 @@ def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_
 def best_order(wanted: Wanted) -> tuple[Pipeline, Run]:
     """The shortest pipeline found for chunks on given devices."""
     found = _starts(wanted)
-    best, least_s = found[0], wanted.least_s * (1 + TOLERANCE)
+    best, least_s = found[0], wanted.least_s * (1 + CONSTANTS.rounding)
     tasks = _Tasks(wanted)
-    for start, _ in found[:SHORTENED]:
+    for start, _ in found[: CONSTANTS.shortened_starts]:
         if best[1].makespan_s > least_s:
             other = tasks.shortened(start)
             best = min(best, (other, wanted.runs(other)), key=lambda pair: pair[1].makespan_s)
@@ -192,7 +188,11 @@ class _Tasks:
         for d, order in enumerate(start.orders):
             orders.sequences[d] = [self.number[w] for w in order]
         orders.device = [device[w.chunk] for w in self.works]
-        shorten(orders, _InFlight(self.dag, device, self.works, self.wanted.most), trials_per_task=EFFORT / len(self.works) ** 2)
+        shorten(
+            orders,
+            _InFlight(self.dag, device, self.works, self.wanted.most),
+            trials_per_task=CONSTANTS.pipeline_effort / len(self.works) ** 2,
+        )
         return Pipeline("ours", device, tuple(tuple(_in_turn(self.works[n] for n in row)) for row in orders.sequences))
 
 

@@ -22,9 +22,6 @@ from shardplan.placement.operators import OperatorGraph
 Unit = tuple[int, ...]
 """Operators that stay together, ascending."""
 
-MOST_TASKS = 200
-"""Finer branches than this many are not scheduled: FD-DPS takes seconds for hundreds of tasks."""
-
 
 def units_of(graph: OperatorGraph, *, tied: bool) -> tuple[Unit, ...]:
     """The units in an order in which each comes after those that it reads; ``tied``: operators on one weight are a unit.

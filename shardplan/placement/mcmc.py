@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import (
     Configuration,
@@ -27,12 +28,6 @@ from shardplan.placement.configurations import (
 from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
-
-BETA = 50.0
-"""``beta`` of equation 1 for each operator: of n operators, each takes about 1/n of a step, and a change that costs a
-fiftieth of that is accepted in one of e draws. With one value for all networks, the chains of large ones wander off."""
-LEAST_PROPOSALS = (1000, 50)
-"""The stop rule applies after this many proposals, and this many for each operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,10 @@ Proposer = Callable[
 ]
 """Draws an operator and another configuration for it, given the present strategy and the neighbours of each operator."""
 
-FROM_NEIGHBOUR = 0.4
-"""The part of proposals that take the devices of an operator next to the one that changes: what is beside data moves little."""
+
+def least_proposals(operators: int) -> int:
+    """The proposals after which the stop rule applies to a chain over so many operators."""
+    return max(CONSTANTS.least_proposals[0], CONSTANTS.least_proposals[1] * operators)
 
 
 def propose(
@@ -89,7 +86,7 @@ def propose(
     """
     i = int(draw.integers(len(strategy)))
     operator, near = problem.graph.operators[i], neighbours[i]
-    if near and draw.random() < FROM_NEIGHBOUR:
+    if near and draw.random() < CONSTANTS.from_neighbour:
         devices = strategy[near[int(draw.integers(len(near)))]].devices
         fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
         if fitting and (groups is None or set(devices) == set(groups[i])):
@@ -136,8 +133,8 @@ def anneal(
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
     count, neighbours = len(problem.graph.operators), neighbours_of(problem)
-    beta = BETA * count if beta is None else beta
-    least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * count)
+    beta = CONSTANTS.beta * count if beta is None else beta
+    least = least_proposals(count)
     while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
         drawn = (problem, simulation.strategy, neighbours, draw)

@@ -11,15 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.placement.configurations import Configuration, Group, Strategy
 from shardplan.placement.device_groups import Region, regions_of
 from shardplan.placement.mcmc import Chain, Limits, anneal
 from shardplan.placement.operators import OperatorGraph, Weight
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
-
-INSIDE_PROPOSALS = 50
-"""The most proposals for each operator of a region: as many as the stop rule asks for before it applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class RegionPlans:
         here = part_of(self.problem, region.operators)
         key = _likeness(here, own, region.devices)
         if key not in self._plans:
-            most = INSIDE_PROPOSALS * len(own)
+            most = CONSTANTS.least_proposals[1] * len(own)
             limits = Limits(
                 max(0.0, self.until_s - time.monotonic()),
                 most if self.limits.proposals is None else min(most, self.limits.proposals),

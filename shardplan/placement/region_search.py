@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.placement.branches import (
-    MOST_TASKS,
     Unit,
     branches_of,
     chains_of,
@@ -40,11 +40,6 @@ TRIED, PROPOSED, MERGED, INSIDE = 0.2, 0.6, 0.7, 0.8
 into regions, and regions have plans. The rest is for chains over whole candidates. Not measured: what ends early leaves its time
 to the next.
 """
-MERGE_LOSS = 0.02
-"""What chains find is merged into fewer regions as long as a step takes at most this much longer: regions are planned inside
-afterwards, and each border between two costs launches that the simulation leaves out. Not measured."""
-PLANNED = 4
-"""So many of the candidates get plans of their regions: the best as data parallel on their groups, and what chains found."""
 
 
 def candidates_of(
@@ -70,7 +65,7 @@ def _groupings(times: GroupTimes, *, stages: bool) -> Iterator[tuple[str, tuple[
     everywhere = tuple(range(count))
     for units in dict.fromkeys(units_of(graph, tied=tied) for tied in (True, False)):
         for branches in dict.fromkeys((branches_of(graph, units), chains_of(graph, units))):
-            if len(branches.units) > MOST_TASKS:
+            if len(branches.units) > CONSTANTS.branch_tasks:
                 continue
             joint = {i for unit, own in zip(branches.units, branches.joint, strict=True) if own for i in unit}
             for name, groups in partitions(times, branches):
@@ -115,7 +110,7 @@ def region_search(
     baselines = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
     known = [Candidate(name, used_groups(s), s, problem.seconds(s, engine)) for name, s in baselines.items()]
     inside = RegionPlans(problem, limits, inside_s, seed, engine)
-    first = [*tried[: PLANNED - 1], merged_regions(problem, proposed, merged_s, engine)]
+    first = [*tried[: CONSTANTS.regions_planned - 1], merged_regions(problem, proposed, merged_s, engine)]
     planned = [inside.planned(c) for c in first if _fits(problem, c)]
     ranked = sorted((c for c in planned if _fits(problem, c)), key=lambda c: c.seconds)
     for n, candidate in enumerate(ranked[:2]):
@@ -139,7 +134,7 @@ def _fits(problem: PlacementProblem, candidate: Candidate) -> bool:
 def merged_regions(problem: PlacementProblem, candidate: Candidate, until_s: float, engine: Engine = "auto") -> Candidate:
     """The candidate with fewer regions: short ones move to the group of a neighbour while a step hardly gets longer."""
     simulation, neighbours = problem.simulation(engine), neighbours_of(problem)
-    limit_s, origin = candidate.seconds * (1 + MERGE_LOSS), f"{candidate.origin}, merged into regions"
+    limit_s, origin = candidate.seconds * (1 + CONSTANTS.merge_loss), f"{candidate.origin}, merged into regions"
     while True:
         regions = regions_of(problem, candidate.strategy, candidate.groups)
         for region in sorted(regions, key=lambda r: (r.seconds, r.operators)):

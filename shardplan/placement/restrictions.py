@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.placement.configurations import Configuration, Strategy, degrees_of, single
-from shardplan.placement.mcmc import BETA, FROM_NEIGHBOUR, LEAST_PROPOSALS, Chain, Limits, anneal, over
+from shardplan.placement.mcmc import Chain, Limits, anneal, least_proposals, over
 from shardplan.placement.operators import Operator, OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.whole_operators import scheduled
@@ -40,7 +41,7 @@ def on_one_device(
     """An operator whole on another device, which may be that of a neighbour."""
     i = int(draw.integers(len(strategy)))
     near = neighbours[i]
-    if near and draw.random() < FROM_NEIGHBOUR:
+    if near and draw.random() < CONSTANTS.from_neighbour:
         device = strategy[near[int(draw.integers(len(near)))]].devices[0]
     else:
         device = int(draw.integers(problem.machine.count))
@@ -81,13 +82,13 @@ def _anneal_layers(problem: PlacementProblem, start: Strategy, draw: np.random.G
     strategy = tuple(simulation.strategy)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = accepted = 0
-    least = max(LEAST_PROPOSALS[0], LEAST_PROPOSALS[1] * len(layers))
+    least = least_proposals(len(layers))
     while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
         layer = layers[int(draw.integers(len(layers)))]
         before = simulation.strategy[layer[0]]
         chosen = _on_all(problem.graph.operators[layer[0]], problem.machine.count, draw)
-        slack = -math.log(1.0 - draw.random()) / (BETA * len(layers))
+        slack = -math.log(1.0 - draw.random()) / (CONSTANTS.beta * len(layers))
         if chosen == before:
             continue
         for i in layer:

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardplan.constants import CONSTANTS
 from shardplan.ir import Choices, Factor
 from shardplan.mesh.factoring import coordinates
 from shardplan.placement.configurations import Configuration, Strategy, divisors, random_configuration
 from shardplan.placement.operators import Kind, Operator, OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
-
-UNROLLED = 3
-"""At least this many operators on one weight are the steps of a recurrence (Tofu, section 5.1)."""
 
 
 def data_parallel(problem: PlacementProblem) -> Strategy:
@@ -51,7 +49,7 @@ def _on_present(problem: PlacementProblem, chosen: Configuration) -> Configurati
 
 def _expert(problem: PlacementProblem) -> Strategy:
     graph = problem.graph
-    if any(len(w.users) >= UNROLLED for w in graph.weights):
+    if any(len(w.users) >= CONSTANTS.timesteps for w in graph.weights):
         return _layers_in_nodes(problem)
     if any(o.anchor is not None and o.anchor.convolves for o in graph.operators):
         return tuple(_dense_or_samples(o, problem.machine.count) for o in graph.operators)

@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardplan.constants import CONSTANTS
 from shardplan.placement.device_topology import Machine
-from shardplan.regions.schedules import ROUNDING, restricted, started, waiting_tasks
+from shardplan.regions.schedules import restricted, started, waiting_tasks
 from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
 
 
@@ -65,7 +66,7 @@ def dispatched(graph: TaskGraph, machine: Machine, limit: float = math.inf) -> D
 
 def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> bool:
     """Whether one schedule is to be preferred: (does not fit, seconds, bytes) of both."""
-    if one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=ROUNDING):
+    if one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=CONSTANTS.rounding):
         return one[2] < other[2]
     return one < other
 

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_orders import known_on
 from shardplan.dag.pipeline_search import Wanted, best_order
 from shardplan.dag.pipelines import Kind, Pipeline, Seconds
@@ -53,10 +54,6 @@ def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
     return float(machine.latency_s[a, b] + nbytes / min(len(source), len(target)) / machine.bytes_per_s[a, b])
 
 
-ROUNDING = 1e-9
-"""Sums of the same seconds in another order differ by less."""
-
-
 # -- restrictions ------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +82,7 @@ def restricted(graph: TaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Wa
         wanted = Wanted(device, tuple(chunk.seconds for chunk in chunks), count, most)
         pipeline, run = best_order(wanted)
         yield _ordered(chunks, waiting, pipeline)
-        if run.makespan_s <= wanted.least_s * (1 + ROUNDING):
+        if run.makespan_s <= wanted.least_s * (1 + CONSTANTS.rounding):
             return  # no limit above is of use
 
 

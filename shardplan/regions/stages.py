@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.constants import CONSTANTS
 from shardplan.cost import compute
 from shardplan.errors import PlacementError
 from shardplan.graph import Graph, flatten
@@ -23,9 +24,6 @@ from shardplan.regions.assignment import free_ops
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-WINDOW = 0.25
-"""The forward pass is cut where fewer bytes cross than anywhere within so large a part of a stage. Choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
         raise PlacementError(
             f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
         )
-    half = cost[-1] / count * WINDOW
+    half = cost[-1] / count * CONSTANTS.stage_window
     low = np.searchsorted(cost[inside], cost[inside] - half, "left")
     high = np.searchsorted(cost[inside], cost[inside] + half, "right")
     least = np.array([crossing[inside[a:b]].min() for a, b in zip(low, high, strict=True)])

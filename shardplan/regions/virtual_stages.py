@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_search import Wanted, shortest_start
 from shardplan.dag.pipelines import Seconds, folded, looped
 from shardplan.placement.device_topology import Machine
 from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.schedules import Chunk, chunks_of, transfer_s
 from shardplan.regions.tasks import WHOLE, Task, TaskGraph
-
-LEAST_GAIN = 0.01
-"""More chunks are planned if they shorten the schedule on paper by this fraction. Choice: planning takes twice as long for it."""
 
 
 def two_chunks(graph: TaskGraph, dispatch: Dispatch, machine: Machine) -> tuple[int, ...] | None:
@@ -29,7 +27,7 @@ def two_chunks(graph: TaskGraph, dispatch: Dispatch, machine: Machine) -> tuple[
     best, best_s = None, shortest_start(Wanted(looped(groups, 1), wholes, count, most, send_s))
     for device in (folded(groups), looped(groups, 2)):
         step_s = shortest_start(Wanted(device, halves, count, 2 * most, send_s))
-        if step_s < best_s * (1 - LEAST_GAIN):
+        if step_s < best_s * (1 - CONSTANTS.chunk_gain):
             best, best_s = device, step_s
     return None if best is None else tuple(chunks[d].group for d in best)
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardplan.constants import CONSTANTS
 from shardplan.errors import PlacementError
 from shardplan.mesh.singles import SingleDevice
 from shardplan.placement.chains import run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
-from shardplan.placement.mcmc import BETA, Limits, anneal, neighbours_of, propose
+from shardplan.placement.mcmc import Limits, anneal, neighbours_of, propose
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.search import check_limits, check_names, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -103,7 +104,7 @@ def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: i
     best_strategy = tuple(strategy)
     for _ in range(proposals):
         i, chosen = propose(here, strategy, neighbours, draw)
-        slack = -math.log(1.0 - draw.random()) / (BETA * len(strategy))
+        slack = -math.log(1.0 - draw.random()) / (CONSTANTS.beta * len(strategy))
         if chosen == strategy[i]:
             continue
         proposed = [*strategy[:i], chosen, *strategy[i + 1 :]]

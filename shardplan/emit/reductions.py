@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,16 @@ from jax import lax
 
 from shardplan.emit.extremes import as_floats, as_integers
 from shardplan.ir import Reducer
+
+TWO_TERMS: Mapping[Reducer, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "prod": jnp.multiply,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "and": jnp.bitwise_and,
+    "or": jnp.bitwise_or,
+}
+"""The reduction of two terms."""
 
 
 def all_reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:

@@ -22,6 +22,7 @@ from shardplan import _jax
 from shardplan.emit.crossings import Crossing, crossing
 from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.launches import in_turn, launch_of
+from shardplan.emit.layer_arrays import parts_of, whole_of, whole_sharding
 from shardplan.emit.stacked import partition_spec, stacked_shape
 from shardplan.errors import ShardplanError
 from shardplan.ir import Constant, Layout
@@ -36,8 +37,9 @@ Shardings = Callable[[int, int], NamedSharding]
 class RegionsEmitter:
     """A placed step on flat arguments. ``jit`` compiles a function of arrays (`jax.jit` with the user's options).
 
-    ``programs`` are the jitted functions of the pieces, by number. ``own`` are the numbers of those that this process runs, and
-    ``names`` and ``devices`` what these are called and where they run.
+    ``input_shardings`` are those of the leaves of the arguments. ``programs`` are the jitted functions of the pieces, by number.
+    ``own`` are the numbers of those that this process runs, and ``names`` and ``devices`` what these are called and where they
+    run.
     """
 
     def __init__(
@@ -45,7 +47,12 @@ class RegionsEmitter:
     ) -> None:
         self.placed, self._graph = placed, placed.graph
         self._sharding = sharding_of(placed, meshes)
-        outputs = placed.program.outputs
+        outputs, layers = placed.program.outputs, placed.layers
+        self.input_shardings = argument_shardings(placed, self._sharding)
+        self._results = result_shardings(placed, self._sharding)
+        if layers is not None:
+            donated = layers.parts_of(donated)
+            weak = [w for w, own in zip(weak, layers.outputs, strict=True) for _ in own]
         self._literals = tuple(_literal(o, w) for o, w in zip(outputs, weak, strict=True))
         self._weak = {at[1][0] for at, w in zip(self._graph.results, weak, strict=True) if w and at is not None}
         self._kept = _kept(placed, donated)
@@ -61,11 +68,6 @@ class RegionsEmitter:
         self.names = tuple(pieces[n].name for n in self.own)
         self.devices = tuple(self._graph.groups[pieces[n].group].devices for n in self.own)
 
-    @property
-    def input_shardings(self) -> list[NamedSharding]:
-        """The sharding of each leaf of the arguments."""
-        return [self._sharding(group, key[0]) for group, key in self._graph.inputs]
-
     def __call__(self, *leaves: Any) -> list[Any]:
         """The flat results; programs may still run when it returns.
 
@@ -78,8 +80,8 @@ class RegionsEmitter:
                 "transformation: call it from Python, or plan with placement='one'"
             )
         self._connect()
-        graph = self._graph
-        held: dict[tuple[int, Key], Any] = dict(zip(graph.inputs, leaves, strict=True))
+        graph, layers = self._graph, self.placed.layers
+        held: dict[tuple[int, Key], Any] = dict(zip(graph.inputs, self._in_parts(leaves), strict=True))
         for issue in self.placed.dispatch.issues:
             match issue.what:
                 case Task(number, microbatch, reads, makes):
@@ -98,8 +100,25 @@ class RegionsEmitter:
                         held[target, key] = jax.device_put(held[source, key], self._sharding(target, like))
             for at in issue.last:
                 held.pop(at, None)
-        results = enumerate(zip(graph.results, self._literals, strict=True))
-        return [x if at is None else self._result(n, held, at) for n, (at, x) in results]
+        rows = enumerate(zip(graph.results, self._literals, strict=True))
+        results = [x if at is None else self._result(n, held, at) for n, (at, x) in rows]
+        if layers is None:
+            return results
+        return [
+            results[own[0]] if sharding is None or len(own) == 1 else whole_of([results[n] for n in own], sharding)
+            for own, sharding in zip(layers.outputs, self._results, strict=True)
+        ]
+
+    def _in_parts(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of the programs."""
+        layers, graph = self.placed.layers, self._graph
+        if layers is None:
+            return leaves
+        found: list[Any] = []
+        for x, own, whole in zip(leaves, layers.inputs, self.input_shardings, strict=True):
+            ends = [graph.inputs[n] for n in own]
+            found += [x] if len(own) == 1 else parts_of(x, whole, [self._sharding(group, key[0]) for group, key in ends])
+        return found
 
     def _is_here(self, group: int) -> bool:
         """Whether this process owns a device of a group."""
@@ -267,6 +286,26 @@ def sharding_of(placed: PlacedStep, meshes: Sequence[Mesh]) -> Shardings:
         return known[group, tensor]
 
     return sharding
+
+
+def argument_shardings(placed: PlacedStep, sharding: Shardings) -> list[NamedSharding]:
+    """The sharding of each leaf of the arguments."""
+    own = [sharding(group, key[0]) for group, key in placed.graph.inputs]
+    if placed.layers is None:
+        return own
+    return [own[n[0]] if len(n) == 1 else whole_sharding([own[i] for i in n]) for n in placed.layers.inputs]
+
+
+def result_shardings(placed: PlacedStep, sharding: Shardings) -> list[NamedSharding | None]:
+    """The sharding of each leaf of the results; None for a constant of the step."""
+    own = [None if at is None else sharding(at[0], at[1][0]) for at in placed.graph.results]
+    if placed.layers is None:
+        return own
+    found: list[NamedSharding | None] = []
+    for numbers in placed.layers.outputs:
+        parts = [at for n in numbers if (at := own[n]) is not None]
+        found.append(whole_sharding(parts) if len(parts) > 1 else own[numbers[0]])
+    return found
 
 
 def _kept(placed: PlacedStep, donated: Sequence[int]) -> frozenset[Key]:

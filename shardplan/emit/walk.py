@@ -63,11 +63,7 @@ class Walk(ABC):
 
     def value(self, values: Mapping[int, Any], source: Source) -> Any:
         """A value, or a literal as an array."""
-        if not isinstance(source, Constant):
-            return values[source]
-        if source.dtype.startswith("key") or np.ndim(source.value):
-            return source.value
-        return np.asarray(source.value, dtype=jnp.dtype(source.dtype))
+        return literal(source) if isinstance(source, Constant) else values[source]
 
     def instruction(self, instruction: Instruction, values: Values) -> None:
         """Runs one instruction."""
@@ -147,6 +143,13 @@ class Walk(ABC):
             return list(lax.platform_dependent(*arguments, **named))
         assert cond.index is not None
         return list(lax.switch(jnp.asarray(self.value(values, cond.index)).astype("int32"), branches, *arguments))
+
+
+def literal(constant: Constant) -> Any:
+    """A literal as an array."""
+    if constant.dtype.startswith("key") or np.ndim(constant.value):
+        return constant.value
+    return np.asarray(constant.value, dtype=jnp.dtype(constant.dtype))
 
 
 def _as(x: Any, like: Any) -> Any:

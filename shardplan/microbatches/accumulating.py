@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.blocks import Blocks
 from shardplan.emit.explicit import ExplicitEmitter
+from shardplan.emit.reductions import TWO_TERMS
 from shardplan.emit.transfers import Transfers
 from shardplan.errors import MicrobatchError
 from shardplan.frontend.argnums import leaves_of, positions
@@ -109,7 +110,7 @@ class _Accumulating:
 
         def microbatch(state: Any, own: Any) -> tuple[Any, Any]:
             terms, same, blocks = each(*own)
-            added = [_REDUCE[r](a, t) for a, t, r in zip(state[0], terms, self.parts.totals.values(), strict=True)]
+            added = [TWO_TERMS[r](a, t) for a, t, r in zip(state[0], terms, self.parts.totals.values(), strict=True)]
             return (added, same), blocks
 
         with jax.named_scope(MARK):
@@ -179,16 +180,6 @@ def _joined(x: Any, dim: int) -> Any:
     """The blocks [count, ...] of an array, joined along a dim."""
     x = jnp.moveaxis(x, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
-
-_REDUCE: dict[Reducer, Callable[[Any, Any], Any]] = {
-    "sum": jnp.add,
-    "prod": jnp.multiply,
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "and": jnp.bitwise_and,
-    "or": jnp.bitwise_or,
-}
 
 
 def _start(shape: Any, reducer: Reducer) -> Any:

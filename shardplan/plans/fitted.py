@@ -9,6 +9,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Program
 from shardplan.microbatches.accumulating import microbatched
+from shardplan.microbatches.layers import staged_program
 from shardplan.offload import offloaded
 from shardplan.plans.data import PlanData
 from shardplan.plans.fit import check_choices
@@ -54,12 +55,13 @@ def fitted_groups(name: str, data: PlacedData, traced: Traced) -> PlacedStep:
     """
     replicate = data.groups[0].replicate
     try:
-        program = microbatched(traced.program, data.groups[0].microbatches, replicate)
-        cut = cut_of(program, data.devices, data.outer, data.inner, data.chunks)
+        parts, stages = data.groups[0].microbatches, len(data.devices) if data.layered else 1
+        staged = staged_program(traced.program, parts, stages, replicate)
+        cut = cut_of(staged.program, data.devices, data.outer, data.inner, data.chunks)
         for n, (part, plan) in enumerate(zip(group_parts(cut), data.groups, strict=True)):
             check_choices(f"{name}: group {n}", plan, part.program, flatten(part.program, replicate=plan.replicate))
         graph = graph_of(cut, group_choices(data.groups), replicate)
-        return step_of(cut, graph, in_order(graph, _issues(data, graph)))
+        return step_of(cut, graph, in_order(graph, _issues(data, graph)), staged.layers)
     except (PlacementError, MicrobatchError) as error:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error
 

@@ -10,6 +10,7 @@ from shardplan.ir import Program
 from shardplan.regions.assignment import Group, assigned, free_ops
 from shardplan.regions.dispatch import Dispatch, Issue, with_last
 from shardplan.regions.group_programs import Part, Split, split
+from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.looped import looped_graph
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.placed import PlacedStep, placed_graph
@@ -66,9 +67,9 @@ def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str]
             assert_never(cut)
 
 
-def step_of(cut: Cut, graph: TaskGraph, dispatch: Dispatch) -> PlacedStep:
-    """The step in an order."""
-    return PlacedStep(cut.program if isinstance(cut, LoopSplit) else cut.assignment.program, graph, dispatch)
+def step_of(cut: Cut, graph: TaskGraph, dispatch: Dispatch, layers: LayerParts | None = None) -> PlacedStep:
+    """The step in an order; ``layers`` as in `PlacedStep`."""
+    return PlacedStep(cut.program if isinstance(cut, LoopSplit) else cut.assignment.program, graph, dispatch, layers)
 
 
 def in_order(graph: TaskGraph, issues: Sequence[Issue]) -> Dispatch:

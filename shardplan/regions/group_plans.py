@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from shardplan.errors import MemoryLimitError
+from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.mesh.groups import group_cluster
 from shardplan.planning.fallback import Fallback
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
+from shardplan.planning.wanted import Wanted, step_time_s
 from shardplan.regions.assignment import Group
 from shardplan.regions.group_programs import Part
 from shardplan.search.inference import anytime
 
 
-def group_plans(
-    groups: Sequence[Group], parts: Sequence[Part], cluster: Cluster, searcher: Searcher, donated: frozenset[int], origin: str
-) -> tuple[Made, ...]:
-    """The plan of each group's program. ``donated`` are the tensors of the step's arguments that it may reuse.
-
-    After an interrupt, the groups that are left get their first plans.
-
-    Raises:
-        MemoryLimitError: if the ops of a group fit its devices in no layout.
+@dataclass(frozen=True, slots=True)
+class GroupPlanner:
+    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse, and ``arrays`` those
+    that are parts of one array, by tensor: they lie alike in all groups.
     """
-    found: list[Made] = []
-    for group, part in zip(groups, parts, strict=True):
-        leaves = frozenset(n for n, t in enumerate(part.inputs) if t in donated)
-        wanted = replace(searcher.wanted, donated=leaves)
-        if found and found[-1].stopped == "interrupted":
+
+    groups: Sequence[Group]
+    parts: Sequence[Part]
+    cluster: Cluster
+    searcher: Searcher
+    donated: frozenset[int]
+    origin: str
+    arrays: Mapping[int, int]
+
+    def made(self) -> tuple[Made, ...]:
+        """The plan of each group's program. After an interrupt, the groups that are left get their first plans.
+
+        Where groups differ in the layouts of parts of one array, those of one group are pinned in the others: of the slowest
+        group, or of the next one where these do not fit.
+
+        Raises:
+            MemoryLimitError: if the ops of a group fit its devices in no layout.
+        """
+        found: list[Made] = []
+        for n in range(len(self.groups)):
+            found.append(self._plan(n, self.searcher.wanted, found[-1].stopped if found else ""))
+        alike = {self._array_layouts(n, own) for n, own in enumerate(found)}
+        return tuple(found) if len(alike) < 2 else self._as_one(found)
+
+    def _as_one(self, found: Sequence[Made]) -> tuple[Made, ...]:
+        """The plans with the layouts of one group's arrays pinned in the others."""
+        refused: MemoryLimitError | None = None
+        for n in sorted(range(len(found)), key=lambda n: -step_time_s(found[n].planned.found)):
+            factors, layouts = self._array_layouts(n, found[n])
+            try:
+                return tuple(own if g == n else self._pinned(g, factors, dict(layouts)) for g, own in enumerate(found))
+            except MemoryLimitError as error:
+                refused = refused or error
+        assert refused is not None, "without parts of one array, groups do not differ"
+        raise refused
+
+    def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout]) -> Made:
+        """The plan of a group over these factors with these layouts of its arrays."""
+        part, names = self.parts[group], [f.name for f in factors]
+        pins = {
+            glob.escape(path): layouts[self.arrays[t]].entries(names)
+            for t, path in zip(part.inputs, part.program.input_paths, strict=True)
+            if t in self.arrays
+        }
+        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors, axes=None))
+
+    def _array_layouts(self, group: int, made: Made) -> tuple[tuple[Factor, ...], tuple[tuple[int, Layout], ...]]:
+        """A group's factors, and the layout of each of its arrays; nothing where it has none."""
+        session, numbers = made.session, self.parts[group].inputs
+        layouts = session.decisions.layouts
+        found = sorted(
+            ((self.arrays[t], at) for t, own in zip(numbers, session.graph.inputs, strict=True)
+             if t in self.arrays and (at := layouts[own]) is not None),
+            key=lambda row: row[0],
+        )  # fmt: skip
+        return session.problem.factors if found else (), tuple(found)
+
+    def _plan(self, group: int, wanted: Wanted, stopped: anytime.Stopped = "") -> Made:
+        part = self.parts[group]
+        wanted = replace(wanted, donated=frozenset(n for n, t in enumerate(part.inputs) if t in self.donated))
+        if stopped == "interrupted":
             wanted = replace(wanted, deadline=anytime.now_s())
-        here = replace(searcher, cluster=group_cluster(cluster, group), wanted=wanted, fallback=Fallback())
-        found.append(planned(part.program, here, origin, recompute=False))
-    return tuple(found)
+        cluster = group_cluster(self.cluster, self.groups[group])
+        here = replace(self.searcher, cluster=cluster, wanted=wanted, fallback=Fallback())
+        return planned(part.program, here, self.origin, recompute=False)

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from shardplan.ir import Program
 from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.group_programs import Split
+from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
 from shardplan.regions.tasks import WHOLE, GroupMesh, Task, TaskGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStep:
-    """The program of a step, its tasks on groups of devices, and the order in which they are issued."""
+    """The program of a step, its tasks on groups of devices, and the order in which they are issued.
+
+    ``layers`` says which of its arguments and results are parts of one array (None: each is one of the step).
+    """
 
     program: Program
     graph: TaskGraph
     dispatch: Dispatch
+    layers: LayerParts | None = None
 
 
 def placed_graph(split: Split, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:

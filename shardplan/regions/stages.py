@@ -21,6 +21,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Op, Program
 from shardplan.mesh import Device
 from shardplan.regions.assignment import free_ops
+from shardplan.regions.layer_parts import part_in
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -146,6 +147,8 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
         raise PlacementError(
             f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
         )
+    if (cuts := _between_layers(forward, crossing, count)) is not None:
+        return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
     half = cost[-1] / count * CONSTANTS.stage_window
     low = np.searchsorted(cost[inside], cost[inside] - half, "left")
     high = np.searchsorted(cost[inside], cost[inside] + half, "right")
@@ -153,6 +156,28 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
     narrow = inside[crossing[inside] <= least]
     cuts = _balanced(cost, narrow if len(narrow) >= count - 1 else inside, count)
     return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
+
+
+def _between_layers(forward: Sequence[Op], crossing: Floats, count: int) -> Ints | None:
+    """The places between the parts of a loop over layers where the fewest bytes cross; None for a step without such parts.
+
+    Raises:
+        PlacementError: if a stage would need layers of several loops.
+    """
+    part = [part_in(op.scope) for op in forward]
+    if not any(p is not None for p in part):
+        return None
+    cuts: list[int] = []
+    for n in range(count - 1):
+        last = max(i for i, p in enumerate(part) if p == n)
+        following = part.index(n + 1)
+        if following < last:
+            raise PlacementError(
+                f"the loops over layers at {forward[last].source} and {forward[following].source} follow each other, and each "
+                "stage would need layers of both: unroll one of them, or plan without the axis 'stage'"
+            )
+        cuts.append(last + int(crossing[last:following].argmin()))
+    return np.array(cuts)
 
 
 def _balanced(cost: Floats, places: Ints, count: int) -> Ints:

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.collectives.issued import PlannedCollective, Send, StepCost
 from shardplan.emit.crossings import Places, compiled_apart
-from shardplan.emit.regions import RegionsEmitter, sharding_of
+from shardplan.emit.layer_arrays import whole_spec
+from shardplan.emit.regions import RegionsEmitter, argument_shardings, result_shardings, sharding_of
 from shardplan.emit.stacked import partition_spec
 from shardplan.errors import GroupsError, ShardplanError
 from shardplan.frontend.keywords import with_arguments_of
@@ -251,7 +252,7 @@ class PlacedPlan(PlannedStep):
         figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "stopped")}
         figures |= {"trace_s": self._data.trace_s, "search_s": self._data.search_s}
         parts = self.microbatches.count
-        paths, tried = self.traced.program.input_paths, self.placements_tried
+        paths, tried = self.placed.program.input_paths, self.placements_tried
         return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
 
     def text(self, title: str = "the step") -> str:
@@ -339,14 +340,18 @@ class PlacedPlan(PlannedStep):
 
     @property
     def group_of(self) -> dict[str, int]:
-        """The group that holds each argument leaf, by path."""
+        """The group that holds each argument leaf, by path. An array with the layers of several stages has an entry for each of
+        its parts: ``{"params/blocks/kernel[0:6]": 0, "params/blocks/kernel[6:12]": 1}``.
+        """
         return dict(self._data.group_of)
 
     @property
     def specs_by_path(self) -> dict[str, PartitionSpec]:
-        """The spec of each argument leaf, by path, over the mesh axes of the group that holds it."""
-        paths = self.traced.program.input_paths
-        return {path: self._spec(group, key[0]) for path, (group, key) in zip(paths, self.placed.graph.inputs, strict=True)}
+        """The spec of each argument leaf, by path, over the mesh axes of the group that holds it. An array with the layers of
+        several stages is cut over the axis ``stage``, too.
+        """
+        specs = self._joined([self._spec(group, key[0]) for group, key in self.placed.graph.inputs], "inputs")
+        return dict(zip(self.traced.program.input_paths, specs, strict=True))
 
     @property
     def in_specs(self) -> Any:
@@ -358,8 +363,15 @@ class PlacedPlan(PlannedStep):
     def out_specs(self) -> Any:
         """A pytree of PartitionSpec like the step's result, over the mesh axes of the group that makes each leaf."""
         made = self.placed.graph.results
-        specs = [PartitionSpec() if at is None else self._spec(at[0], at[1][0]) for at in made]
+        specs = self._joined([PartitionSpec() if at is None else self._spec(at[0], at[1][0]) for at in made], "outputs")
         return bare(jax.tree.unflatten(self.traced.out_tree, specs), tuple(self.specs_by_path.values()))
+
+    def _joined(self, specs: Sequence[PartitionSpec], ends: Literal["inputs", "outputs"]) -> list[PartitionSpec]:
+        """The specs of the leaves of the step, given those of their parts."""
+        layers = self.placed.layers
+        if layers is None:
+            return list(specs)
+        return [specs[own[0]] if len(own) == 1 else whole_spec(specs[own[0]]) for own in getattr(layers, ends)]
 
     def _spec(self, group: int, tensor: int) -> PartitionSpec:
         own = self.placed.graph.groups[group]
@@ -392,13 +404,11 @@ class PlacedPlan(PlannedStep):
     def out_shardings(self, mesh: Mesh) -> Any:
         """A pytree of NamedSharding like the result, each on the devices of one group; None for a constant of the step."""
         devices = mesh.devices.flatten().tolist()
-        sharding = sharding_of(self.placed, self.meshes(devices))
-        leaves = [None if at is None else sharding(at[0], at[1][0]) for at in self.placed.graph.results]
+        leaves = result_shardings(self.placed, sharding_of(self.placed, self.meshes(devices)))
         return bare(jax.tree.unflatten(self.traced.out_tree, leaves), self._shardings(devices))
 
     def _shardings(self, devices: Sequence[Any] | None) -> list[NamedSharding]:
-        sharding = sharding_of(self.placed, self.meshes(devices))
-        return [sharding(group, key[0]) for group, key in self.placed.graph.inputs]
+        return argument_shardings(self.placed, sharding_of(self.placed, self.meshes(devices)))
 
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on the groups of a mesh."""

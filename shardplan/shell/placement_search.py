@@ -18,7 +18,8 @@ from shardplan.frontend.argnums import positions
 from shardplan.graph import flatten
 from shardplan.ir import Microbatches, Program
 from shardplan.mesh import Cluster
-from shardplan.microbatches.accumulating import checked_microbatches, microbatched
+from shardplan.microbatches.accumulating import checked_microbatches
+from shardplan.microbatches.layers import Staged, looped_layers, staged_program
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
@@ -96,7 +97,7 @@ class _Search:
         self._everywhere: Plan | None = None
         self._error: ShardplanError | None = None
         self._tried: dict[str, Plan | PlacedPlan | TriedPlacement] = {}
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[int, int], Staged] = {}  # (stages, microbatches)
         self._stopped: anytime.Stopped = ""
 
     def over(self, *ways: Callable[[], None]) -> None:
@@ -132,8 +133,9 @@ class _Search:
 
     @cached_property
     def _blocks(self) -> int:
-        """The equal blocks in a row of the forward pass."""
-        return equal_blocks(flatten(self._asked.traced.program, replicate=self._asked.searcher.replicate))
+        """The equal blocks in a row of the forward pass, or the layers of its loop."""
+        program = self._asked.traced.program
+        return max(equal_blocks(flatten(program, replicate=self._asked.searcher.replicate)), looped_layers(program))
 
     def pipelines(self) -> None:
         """Tries pipelines."""
@@ -154,15 +156,22 @@ class _Search:
         Raises:
             MicrobatchError: if the step cannot be cut into microbatches.
         """
-        asked, count = self._asked, parts.count
+        count = parts.count
         what, least_s = f"{stages} stages, {count} microbatches", self._estimate_s(stages, count)
         if least_s >= self._to_beat_s(on_groups=True):
             self._leave_out(what, f"estimated at {seconds(least_s)} or more")
             return None
-        if count not in self._programs:
-            self._programs[count] = microbatched(asked.traced.program, parts, asked.searcher.replicate)
         here = replace(self._heard(what, progress), microbatches=parts)
-        return self._try(what, lambda: staged_plan(here, self._programs[count], stages, each))
+        return self._try(what, lambda: staged_plan(here, stages, each, self._staged(stages, parts)))
+
+    def _staged(self, stages: int, parts: Microbatches) -> Staged:
+        """The step in these microbatches for so many stages. Without a loop over layers it is the same for any number."""
+        program, replicate = self._asked.traced.program, self._asked.searcher.replicate
+        for key in ((0, parts.count), (stages, parts.count)):
+            if key in self._programs:
+                return self._programs[key]
+        staged = staged_program(program, parts, stages, replicate)
+        return self._programs.setdefault((0 if staged.layers is None else stages, parts.count), staged)
 
     def _with_counts(self, least: int, what: str, attempt: Callable[[Microbatches], Plan | PlacedPlan | None]) -> None:
         """Tries with ``least`` microbatches, or those given, and with more as long as that is faster."""

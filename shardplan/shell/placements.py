@@ -14,7 +14,7 @@ from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, Sha
 from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
-from shardplan.microbatches.accumulating import microbatched
+from shardplan.microbatches.layers import Staged, staged_program
 from shardplan.placement.device_groups import used_groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
@@ -26,8 +26,9 @@ from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.cuts import Cut, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched, peak_bytes
-from shardplan.regions.group_plans import group_plans
+from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.group_programs import Split, split
+from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
 from shardplan.regions.virtual_stages import two_chunks
@@ -62,7 +63,7 @@ def on_groups(asked: Asked, stages: int, each: int | None, placement: PlacementL
     refuse_with_groups({"backend": wanted.backend != "explicit"})
     if stages > 1:
         refuse_with_groups({"placement": placement != "one"})
-        return staged_plan(asked, microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), stages, each)
+        return staged_plan(asked, stages, each)
     refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
     origin = placement if isinstance(placement, str) else type(placement).__name__
     return placed_plan(asked, _assignment(asked, placement), origin)
@@ -78,41 +79,50 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
     return _plan(asked, split(assignment), origin)[0]
 
 
-def staged_plan(asked: Asked, program: Program, stages: int, each: int | None = None) -> PlacedPlan:
+def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Staged | None = None) -> PlacedPlan:
     """The fastest plan of a step as a pipeline of stages, on equal groups of consecutive devices.
 
-    ``program`` is the step in microbatches. A stage is ``each`` chunks of the layers; None: one, or two where that is faster.
+    A stage is ``each`` chunks of the layers; None: one, or two where that is faster. ``staged`` is the step in its microbatches
+    and in its stages' layers, if it is known.
 
     Raises:
-        PlacementError: if the step has fewer places to cut than chunks need, or names mesh axes.
+        PlacementError: if the step has fewer places to cut than chunks need, names mesh axes, or has a loop over layers that
+            does not divide into the stages, or into more than one chunk each.
         MemoryLimitError: if a stage fits its devices in no layout, or not with its microbatches in flight.
+        MicrobatchError: if the step cannot be cut into microbatches.
     """
-    if program.meshed:
+    if asked.traced.program.meshed:
         raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
     groups = stage_groups(asked.searcher.cluster, stages)
+    staged = staged or staged_program(asked.traced.program, asked.microbatches, stages, asked.searcher.replicate)
     if each is not None and each > 1:
+        if staged.layers is not None:
+            raise PlacementError(
+                f"axes: chunk={each} cannot be had for a loop over layers, whose weights are one array: stage n holds the n-th "
+                "part of it, in one chunk; leave out 'chunk', or unroll the loop"
+            )
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
-        return _fastest(lambda chunks: (chunked_plan(asked, program, groups, chunks), True), ways)
-    plan = chunked_plan(asked, program, groups, looped(stages, 1))
-    return plan if each == 1 else _in_two_chunks(asked, program, groups, plan)
+        return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways)
+    plan = chunked_plan(asked, staged, groups, looped(stages, 1))
+    return plan if each == 1 else _in_two_chunks(asked, staged, groups, plan)
 
 
-def _in_two_chunks(asked: Asked, program: Program, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
+def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
     """A pipeline of two chunks for each group where that is faster than the plan of one each, else that plan."""
-    if plan.stopped or anytime.late(asked.searcher.wanted.deadline):
+    if plan.stopped or anytime.late(asked.searcher.wanted.deadline) or staged.layers is not None:
         return plan
     try:
         chunks = two_chunks(plan.placed.graph, plan.placed.dispatch, machine_of(asked.searcher.cluster))
         if chunks is None or len(chunks) > equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate)):
             return plan
-        return min(plan, chunked_plan(asked, program, groups, chunks), key=_step_s)
+        return min(plan, chunked_plan(asked, staged, groups, chunks), key=_step_s)
     except (MemoryLimitError, PlacementError):
         return plan
     except KeyboardInterrupt:
         return plan.chosen_among((), "interrupted")
 
 
-def chunked_plan(asked: Asked, program: Program, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
+def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
     """The fastest plan that fits of a pipeline in these chunks, each on the group that ``chunks`` says.
 
     Where memory is short, its stages are also planned for as many microbatches in flight as 1F1B has, and if that does not fit
@@ -122,14 +132,14 @@ def chunked_plan(asked: Asked, program: Program, groups: Sequence[Group], chunks
         PlacementError: if the step has fewer places to cut than chunks need.
         MemoryLimitError: if no plan fits.
     """
-    loop = loop_of(program)
+    program, loop = staged.program, loop_of(staged.program)
     where = stages_of(program, loop, chunks, asked.searcher.cluster.device, asked.searcher.replicate)
     cut = LoopSplit(program, loop, tuple(groups), where.outer, where.inner, chunks)
     each = len(chunks) // len(groups)
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
 
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
-        plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin)
+        plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers)
         return plan, short and in_flight is None
 
     return _fastest(planned, (None, one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)))
@@ -180,25 +190,23 @@ def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
     return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(stages))
 
 
-def _donated(asked: Asked) -> frozenset[int]:
-    """The tensors of the arguments that the step may reuse."""
-    return frozenset(asked.traced.program.inputs[i] for i in asked.searcher.wanted.donated)
-
-
-def _plan(asked: Asked, cut: Cut, origin: str) -> tuple[PlacedPlan, bool]:
+def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None) -> tuple[PlacedPlan, bool]:
     """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group)."""
-    cluster, program = asked.searcher.cluster, asked.traced.program
+    cluster = asked.searcher.cluster
     match cut:
-        case LoopSplit(_, _, groups, outer, inner, chunks):
+        case LoopSplit(program, _, groups, outer, inner, chunks):
             pass
-        case Split(Assignment(_, groups, outer)):
+        case Split(Assignment(program, groups, outer)):
             inner, chunks = None, ()
         case _:
             assert_never(cut)
-    made = group_plans(groups, group_parts(cut), cluster, asked.searcher, _donated(asked), asked.limit.origin)
+    donated = asked.searcher.wanted.donated if layers is None else layers.parts_of(sorted(asked.searcher.wanted.donated))
+    owned = frozenset(program.inputs[i] for i in donated)
+    arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
+    made = GroupPlanner(groups, group_parts(cut), cluster, asked.searcher, owned, asked.limit.origin, arrays).made()
     plans = tuple(plan_data(asked, own) for own in made)
     graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
-    placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit))
+    placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
     if (peak := peak_bytes(graph, placed.dispatch)) > limit:  # groups may share devices, and a stage holds several microbatches
         raise MemoryLimitError(limit, peak, origin=asked.limit.origin)
     data = PlacedData(
@@ -209,6 +217,7 @@ def _plan(asked: Asked, cut: Cut, origin: str) -> tuple[PlacedPlan, bool]:
         outer=outer,
         inner=inner,
         chunks=chunks,
+        layered=layers is not None,
         group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
         issues=issued_rows(placed.graph, placed.dispatch),
         trace_s=plans[0].trace_s,

@@ -1,0 +1,299 @@
+"""A step whose loop over layers is cut into several loops, one after the other, so that a pipeline can have them in its stages.
+
+A value with a dim of layers is held in *parts*. A loop over layers runs part by part, the backward pass from the last to the
+first. An op that can be cut along the dim of layers, as its description says, runs for each part: the optimizer's ops are. A sum
+over that dim adds up those of the parts. Any other op gets the whole value. Arguments that no op needs whole become one
+argument for each part.
+"""
+
+# pyright: basic
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardplan import _jax
+from shardplan.emit.blocks import Blocks
+from shardplan.emit.reductions import TWO_TERMS
+from shardplan.emit.walk import literal
+from shardplan.errors import PlacementError
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
+from shardplan.graph.nodes import Signature
+from shardplan.ir import Constant, Microbatches, Op, Operand, Partial, Program, Split
+from shardplan.microbatches.accumulating import microbatched
+from shardplan.regions.layer_parts import LayerParts, scope_of
+from shardplan.schedule import Cut
+from shardplan.tdl import Strategy
+from shardplan.tdl.rewrite import compilable
+
+
+def in_layer_parts(
+    program: Program, count: int, batch: Sequence[int] = (), replicate: Sequence[str] = ()
+) -> tuple[Program, LayerParts] | None:
+    """The step with its loops over layers in ``count`` parts; None for a step without such a loop. ``batch`` are the numbers of
+    the arguments that hold samples.
+
+    Raises:
+        PlacementError: for a number of layers that does not divide.
+    """
+    length = looped_layers(program, batch)
+    if length == 1 or count == 1:
+        return None
+    split = frozenset(i for i in _stacked(program, length) if i not in batch)
+    signatures = {node.op.id: node.signature for node in flatten(program, replicate=replicate).nodes if not node.where}
+    while split:
+        step = _InParts(program, signatures, length, count, split)
+        if not step.can_divide:
+            raise PlacementError(
+                f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
+            )
+        made = trace(step, *step.shapes).program
+        if not step.needed_whole:
+            return step.named(made), step.parts
+        split -= step.needed_whole
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A step in microbatches, to be cut into the stages of a pipeline. ``layers``: how its arguments lie in them, where its loop
+    over layers is cut (None: it has no such loop).
+    """
+
+    program: Program
+    layers: LayerParts | None
+
+
+def staged_program(program: Program, parts: Microbatches, stages: int, replicate: Sequence[str] = ()) -> Staged:
+    """The step in microbatches that a pipeline of so many stages cuts.
+
+    Raises:
+        MicrobatchError: as `microbatched`.
+        PlacementError: as `in_layer_parts`.
+    """
+    found = in_layer_parts(program, stages, parts.batch, replicate)
+    if found is None:
+        return Staged(microbatched(program, parts, replicate), None)
+    program, layers = found
+    return Staged(microbatched(program, replace(parts, batch=layers.parts_of(parts.batch)), replicate), layers)
+
+
+def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:
+    """The number of layers: the length of the loops that read the most elements of arguments slice by slice; 1 without a loop."""
+    from_argument = {t: t for i, t in enumerate(program.inputs) if i not in batch}
+    elements: Counter[int] = Counter()
+    for op in program.ops:
+        if op.control == "scan":
+            first = int(op.params["num_consts"]) + int(op.params["num_carry"])
+            own = {from_argument[t] for t in op.inputs[first:] if isinstance(t, int) and t in from_argument}
+            elements[int(op.params["length"])] += sum(program.tensors[t].size for t in own)
+        elif op.control is None and len(op.tensors) == 1 and op.tensors[0] in from_argument:  # as a conversion of a weight
+            from_argument.update(dict.fromkeys(op.outputs, from_argument[op.tensors[0]]))
+    found = max(elements, key=lambda n: elements[n], default=1)
+    return found if elements[found] else 1
+
+
+def _stacked(program: Program, length: int) -> list[int]:
+    """The arguments whose dim 0 may be one of layers."""
+    tensors = [program.tensors[t] for t in program.inputs]
+    return [i for i, t in enumerate(tensors) if t.shape[:1] == (length,) and not t.dtype.startswith("key")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A value in parts along a dim, and the arguments in parts from which it is made."""
+
+    values: tuple[Any, ...]
+    dim: int
+    made_from: frozenset[int]
+
+
+class _InParts:
+    """The step on flat arguments in parts. Tracing it fills ``needed_whole``: the arguments in parts that an op needs whole."""
+
+    def __init__(
+        self, program: Program, signatures: Mapping[int, Signature], length: int, count: int, split: frozenset[int]
+    ) -> None:
+        self.program, self.signatures, self.length, self.count, self.split = program, signatures, length, count, split
+        self.needed_whole: set[int] = set()
+        self.parts = LayerParts(
+            count,
+            _numbered([count if i in split else 1 for i in range(len(program.inputs))]),
+            _numbered([count if i in split else 1 for i in program.feedback]),
+        )
+
+    @property
+    def can_divide(self) -> bool:
+        """Whether each part has as many layers."""
+        return self.length % self.count == 0
+
+    @property
+    def shapes(self) -> list[Any]:
+        """The types of the arguments in parts."""
+        found: list[Any] = []
+        for i, t in enumerate(self.program.inputs):
+            shape, dtype = self.program.tensors[t].shape, self.program.tensors[t].dtype
+            own = (self.length // self.count, *shape[1:]) if i in self.split else shape
+            found += [_jax.shape_struct(own, dtype)] * len(self.parts.inputs[i])
+        return found
+
+    def named(self, made: Program) -> Program:
+        """The traced program with the paths of the step."""
+        inputs, outputs = self.parts.inputs, self.parts.outputs
+        feedback = self.program.feedback
+        return replace(
+            made,
+            input_paths=self._paths(self.program.input_paths, inputs),
+            output_paths=self._paths(self.program.output_paths, outputs),
+            feedback=tuple(None if i is None else inputs[i][n] for i, own in zip(feedback, outputs, strict=True)
+                           for n in range(len(own))),
+        )  # fmt: skip
+
+    def _paths(self, paths: Sequence[str], parts: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+        each = self.length // self.count
+        rows = zip(paths, parts, strict=True)
+        return tuple(
+            f"{path}[{n * each}:{(n + 1) * each}]" if len(own) > 1 else path for path, own in rows for n in range(len(own))
+        )
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """The flat results in parts."""
+        values: dict[int, Any] = dict(self.program.constants)
+        for i, (t, own) in enumerate(zip(self.program.inputs, self.parts.inputs, strict=True)):
+            xs = tuple(flat[n] for n in own)
+            values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
+        for op in self.program.ops:
+            operands = [self._value(values, x) for x in op.inputs]
+            with _jax.traced_at(op.handle, op.scope):
+                values.update(zip(op.outputs, self._results(op, operands), strict=True))
+        found: list[Any] = []
+        for output, i in zip(self.program.outputs, self.program.feedback, strict=True):
+            x = self._value(values, output)
+            if i not in self.split:
+                found.append(_joined(x) if isinstance(x, _Parts) else x)
+            elif isinstance(x, _Parts) and x.dim == 0:
+                found += x.values
+            else:
+                self.needed_whole.add(i)
+                found += _slices(self._whole(x), self.count)
+        return found
+
+    def _value(self, values: Mapping[int, Any], operand: Operand) -> Any:
+        return literal(operand) if isinstance(operand, Constant) else values[operand]
+
+    def _whole(self, x: Any) -> Any:
+        """A value that an op needs whole."""
+        if not isinstance(x, _Parts):
+            return x
+        self.needed_whole |= x.made_from
+        return _joined(x)
+
+    def _results(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+        if any(isinstance(x, _Parts) for x in operands):
+            if op.control == "scan" and int(op.params["length"]) == self.length:
+                return self._scan(op, operands)
+            if (found := self._by_part(op, operands)) is not None:
+                return found
+        return _bound(op, [self._whole(x) for x in operands])
+
+    def _scan(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+        """A loop over layers, part by part."""
+        consts, carries = int(op.params["num_consts"]), int(op.params["num_carry"])
+        fixed = [self._whole(x) for x in operands[:consts]]
+        state = [self._whole(x) for x in operands[consts : consts + carries]]
+        stacks = [self._parts(x) for x in operands[consts + carries :]]
+        order = range(self.count)[::-1] if op.params["reverse"] else range(self.count)
+        made: dict[int, Sequence[Any]] = {}
+        for n in order:
+            with jax.named_scope(scope_of(n)):
+                own = _bound(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=self.length // self.count)
+            state, made[n] = own[:carries], own[carries:]
+        ys = zip(*(made[n] for n in range(self.count)), strict=True)
+        return [*state, *(_Parts(tuple(y), 0, frozenset()) for y in ys)]
+
+    def _parts(self, x: Any) -> Sequence[Any]:
+        """The parts of a value that a loop takes slice by slice."""
+        return x.values if isinstance(x, _Parts) and x.dim == 0 else _slices(self._whole(x), self.count)
+
+    def _by_part(self, op: Op, operands: Sequence[Any]) -> Sequence[Any] | None:
+        """The results of an op that runs for each part; None for one that cannot be cut so."""
+        signature = self.signatures.get(op.id)
+        if signature is None or signature.description is None or op.acts:
+            return None
+        for loop, info in enumerate(signature.description.loops):
+            strategy = signature.cut(loop, self.count) if info.extent % self.count == 0 else None
+            if strategy is None or not _follows(strategy, operands):
+                continue
+            whole = {i for i, (x, p) in enumerate(zip(operands, strategy.operands, strict=True))
+                     if isinstance(p, Split) and not isinstance(x, _Parts)}  # fmt: skip
+            cut = Cut(loop, (0,), self.count, whole=frozenset(whole), extent=info.extent)
+            made_from = frozenset[int]().union(*(x.made_from for x in operands if isinstance(x, _Parts)))
+            made = [self._part(op, signature, cut, operands, n) for n in range(self.count)]
+            return [_together(xs, place, made_from) for xs, place in zip(zip(*made, strict=True), strategy.results, strict=True)]
+        return None
+
+    def _part(self, op: Op, signature: Signature, cut: Cut, operands: Sequence[Any], number: int) -> Sequence[Any]:
+        blocks = Blocks(("layers",), _no_neighbour, lambda _: number)
+        own = [x.values[number] if isinstance(x, _Parts) else x for x in operands]
+        with _jax.settings_of(op.handle), blocks.body():
+            return blocks.run(signature.call, [cut], own, op.handle.primitive)
+
+
+def _follows(strategy: Strategy, operands: Sequence[Any]) -> bool:
+    """Whether a cut takes operands in parts as they are, needs nothing of neighbours, and leaves parts or terms."""
+    for x, place in zip(operands, strategy.operands, strict=True):
+        if isinstance(place, Partial) or (isinstance(place, Split) and place.halo != (0, 0)):
+            return False
+        if isinstance(x, _Parts) and place != Split(x.dim):
+            return False
+    return all(
+        place.halo == (0, 0) if isinstance(place, Split) else isinstance(place, Partial) and place.reducer in TWO_TERMS
+        for place in strategy.results
+    )
+
+
+def _together(xs: Sequence[Any], place: Any, made_from: frozenset[int]) -> Any:
+    """The value of all parts: in parts, or the sum of their terms."""
+    if isinstance(place, Split):
+        return _Parts(tuple(xs), place.dim, made_from)
+    total = xs[0]
+    for x in xs[1:]:
+        total = TWO_TERMS[place.reducer](total, x)
+    return total
+
+
+def _bound(op: Op, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    eqn = op.handle
+    params = {**eqn.params, **changed}
+    with _jax.settings_of(eqn):
+        made = eqn.primitive.bind(*compilable(op.primitive, operands, params), **eqn.primitive.get_bind_params(params))
+    return made if eqn.primitive.multiple_results else [made]
+
+
+def _joined(x: _Parts) -> Any:
+    return jnp.concatenate(x.values, x.dim)
+
+
+def _slices(x: Any, count: int) -> list[Any]:
+    each = x.shape[0] // count
+    return [lax.slice_in_dim(x, n * each, (n + 1) * each) for n in range(count)]
+
+
+def _numbered(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Consecutive numbers in groups of these sizes."""
+    first, found = 0, list[tuple[int, ...]]()
+    for size in sizes:
+        found.append(tuple(range(first, first + size)))
+        first += size
+    return tuple(found)
+
+
+def _no_neighbour(*_: Any) -> Any:
+    raise AssertionError("an op that runs for each part needs nothing of its neighbours")

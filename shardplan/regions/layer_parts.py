@@ -1,0 +1,52 @@
+"""Arguments and results whose layers lie in several stages: a loop over layers holds the weights of all of them in one array.
+
+Stage n holds the n-th part of such an array along its dim 0. Programs see the parts; the step's caller sees one array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STAGE = "stage"
+"""The mesh axis that cuts the dim of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """For each argument of a step the numbers of its parts among the arguments of the program in parts, and so for the results.
+
+    What is not cut has one part, itself. ``count`` is the number of parts of what is cut.
+    """
+
+    count: int
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def arrays(self) -> dict[int, int]:
+        """The argument of the step that each part is a part of, by the number of the part."""
+        return {part: i for i, own in enumerate(self.inputs) if len(own) > 1 for part in own}
+
+    def parts_of(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of the parts of these arguments."""
+        return tuple(part for i in inputs for part in self.inputs[i])
+
+
+def scope_of(part: int) -> str:
+    """The named scope of the loop over the layers of a part."""
+    return f"stage_{part}_layers"
+
+
+def part_in(scope: str) -> int | None:
+    """The part whose layers an op runs, by its scope; None for an op outside of such a loop.
+
+    >>> part_in("microbatches/" + scope_of(2)), part_in("layers")
+    (2, None)
+    """
+    found = _PART.search(scope)
+    return int(found[1]) if found else None
+
+
+_PART = re.compile(r"\bstage_(\d+)_layers\b")

@@ -144,8 +144,9 @@ class _Search:
         self.refused: list[ShardplanError] = []
 
     def run(self) -> Stopped:
-        """Searches every matrix; what stopped that."""
-        choices = list(laid(self.cluster, self.axes))
+        """Searches every matrix, or those over the factors that are asked for; what stopped that."""
+        factors = self.wanted.factors
+        choices = [own for own in laid(self.cluster, self.axes) if factors is None or own[0] == factors]
         for n, (over, of) in enumerate(choices):
             self._try(over, of, n / len(choices), 1 / len(choices))
             if anytime.late(self.wanted.deadline) and self.found:

@@ -68,7 +68,7 @@ class GroupPlanner:
             for t, path in zip(part.inputs, part.program.input_paths, strict=True)
             if t in self.arrays
         }
-        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors, axes=None))
+        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors))
 
     def _array_layouts(self, group: int, made: Made) -> tuple[tuple[Factor, ...], tuple[tuple[int, Layout], ...]]:
         """A group's factors, and the layout of each of its arrays; nothing where it has none."""

@@ -19,7 +19,7 @@ DEVICES = {"2x4:slow": 8, "2x2x2:slow": 8, "3x2:slow": 6}
 
 def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
     step, args = factory(name)(**options, concrete=True)
-    plan = shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0)
+    plan = shardplan.plan(step, *args, cluster=machine(on), donate_argnums=0, backend="specs")
     assert plan.communication_bytes > 0, "nothing is cut that has to be reduced"
     found = verify(plan, step, args, backend="specs", steps=steps, devices=jax.devices()[: DEVICES[on]])
     assert found.passed, found

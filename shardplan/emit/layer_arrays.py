@@ -11,18 +11,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.regions.layer_parts import STAGE
+from shardplan.regions.layer_parts import STAGE, whole_entries
 
 
 def whole_spec(part: PartitionSpec) -> PartitionSpec:
-    """The spec of an array whose parts along dim 0 have this spec in each stage.
-
-    >>> whole_spec(PartitionSpec(None, "gpu")), whole_spec(PartitionSpec(("node", "gpu")))
-    (PartitionSpec('stage', 'gpu'), PartitionSpec(('stage', 'node', 'gpu'),))
-    """
-    first, *rest = part or (None,)
-    own = () if first is None else (first,) if isinstance(first, str) else tuple(first)
-    return PartitionSpec((STAGE, *own) if own else STAGE, *rest)
+    """The spec of an array whose parts along dim 0 have this spec in each stage."""
+    return PartitionSpec(*whole_entries(tuple(part)))
 
 
 def whole_sharding(parts: Sequence[NamedSharding]) -> NamedSharding:

@@ -19,6 +19,7 @@ from shardplan.emit.blocks import Blocks
 from shardplan.emit.explicit import ExplicitEmitter
 from shardplan.emit.reductions import TWO_TERMS
 from shardplan.emit.transfers import Transfers
+from shardplan.emit.walk import Values
 from shardplan.errors import MicrobatchError
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.trace import Traced, trace
@@ -26,7 +27,7 @@ from shardplan.ir import Collective, Microbatches, Program, Reducer
 from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
 from shardplan.regions.loops import MARK
-from shardplan.schedule import Compute, Instruction, Move, PlannedProgram
+from shardplan.schedule import Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
@@ -145,6 +146,13 @@ class _Part(ExplicitEmitter):
         op = compute.node.op
         with _jax.traced_at(op.handle, op.scope):
             return super().compute(compute, inputs)
+
+    def results(self, instruction: Instruction, values: Values) -> Sequence[Any]:
+        """The results of an instruction; control flow has its own source line and scope, too."""
+        if not isinstance(instruction, Scan | While | Cond):
+            return super().results(instruction, values)
+        with _jax.traced_at(instruction.op.handle, instruction.op.scope):
+            return super().results(instruction, values)
 
     def once(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
         """An op with effects that depends on no microbatch."""

@@ -55,7 +55,7 @@ def fitted_groups(name: str, data: PlacedData, traced: Traced) -> PlacedStep:
     """
     replicate = data.groups[0].replicate
     try:
-        parts, stages = data.groups[0].microbatches, len(data.devices) if data.layered else 1
+        parts, stages = data.groups[0].microbatches, len(data.devices) if data.array_of else 1
         staged = staged_program(traced.program, parts, stages, replicate)
         cut = cut_of(staged.program, data.devices, data.outer, data.inner, data.chunks)
         for n, (part, plan) in enumerate(zip(group_parts(cut), data.groups, strict=True)):

@@ -28,14 +28,20 @@ from shardplan.schedule import Move
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Where arrays of a plan lie: a cluster, its factors, and its devices by numbers that both plans share."""
+    """Where arrays of a plan lie: a cluster, its factors, and its devices by numbers that both plans share.
+
+    With several ``stages``, the n-th of so many equal runs of devices holds the n-th part of dim 0, in the same layout.
+    """
 
     cluster: Cluster
     factors: tuple[Factor, ...]
     devices: tuple[int, ...]
+    stages: int = 1
 
     def blocks(self, shape: Sequence[int], layout: Layout | None) -> tuple[tuple[int, Box], ...]:
         """Each device with the block that it holds of an array; ``layout`` None: the whole."""
+        if self.stages > 1:
+            return self._blocks_of_stages(shape, layout)
         sizes = [f.size for f in self.factors]
         dims = ((),) * len(shape) if layout is None else layout.dims
         found: list[tuple[int, Box]] = []
@@ -48,6 +54,15 @@ class Side:
                 size = n // math.prod(sizes[f] for f in over)
                 box.append((place * size, (place + 1) * size))
             found.append((device, tuple(box)))
+        return tuple(found)
+
+    def _blocks_of_stages(self, shape: Sequence[int], layout: Layout | None) -> tuple[tuple[int, Box], ...]:
+        each, run = shape[0] // self.stages, len(self.devices) // self.stages
+        found: list[tuple[int, Box]] = []
+        for n in range(self.stages):
+            own = Side(self.cluster, self.factors, self.devices[n * run : (n + 1) * run])
+            for device, ((low, high), *others) in own.blocks((each, *shape[1:]), layout):
+                found.append((device, ((n * each + low, n * each + high), *others)))
         return tuple(found)
 
 
@@ -136,9 +151,9 @@ MOST_FACTORS = 4
 
 def common_factors(before: Side, after: Side) -> tuple[Factor, ...] | None:
     """The fewest factors of the new cluster that the factors of both sides are made of; None where the sides have other devices,
-    or other numbers for them, and where there are no such factors or too many.
+    or other numbers for them, where a side has stages, and where there are no such factors or too many.
     """
-    if before.devices != after.devices:
+    if before.devices != after.devices or before.stages > 1 or after.stages > 1:
         return None
     spans = [_span(side.cluster, f) for side in (before, after) for f in side.factors]
     ends = sorted({1, after.cluster.size, *(end for span in spans for end in span)})

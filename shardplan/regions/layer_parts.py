@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardplan.ir import Entry
+
 STAGE = "stage"
 """The mesh axis that cuts the dim of layers."""
 
@@ -32,6 +34,17 @@ class LayerParts:
     def parts_of(self, inputs: Sequence[int]) -> tuple[int, ...]:
         """The numbers of the parts of these arguments."""
         return tuple(part for i in inputs for part in self.inputs[i])
+
+
+def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The entries of the PartitionSpec of an array, given those of its parts in each stage.
+
+    >>> whole_entries((None, "gpu")), whole_entries((("node", "gpu"),)), whole_entries(())
+    (('stage', 'gpu'), (('stage', 'node', 'gpu'),), ('stage',))
+    """
+    first, *rest = part or (None,)
+    own = () if first is None else (first,) if isinstance(first, str) else first
+    return (STAGE, *own) if own else STAGE, *rest
 
 
 def scope_of(part: int) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.ir import spec_text
 from shardplan.mesh.factoring import device_order
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData
+from shardplan.regions.layer_parts import whole_entries
 from shardplan.report.specs_file import BY_PATH, comment
 from shardplan.report.tables import seconds
 
@@ -32,7 +34,7 @@ DEVICES = {devices}  # of the cluster
 
 ARGUMENTS = {arguments}  # the names of the step's arguments, with which the paths of their leaves begin
 
-# The group and the spec of each leaf.
+# The group and the spec of each leaf; None for an array of layers, of which each group holds a part.
 IN_SPECS = {{
 {in_specs}}}
 
@@ -47,7 +49,8 @@ def meshes(devices=None):
 
 def in_shardings(args, on):
     """A tree of NamedShardings like ``args``, the tuple of the step's arguments, on the meshes of the groups."""
-    placed = {{path: NamedSharding(on[group], spec) for path, (group, spec) in IN_SPECS.items()}}
+    every = {every}
+    placed = {{path: NamedSharding(every if group is None else on[group], spec) for path, (group, spec) in IN_SPECS.items()}}
     return _by_path(tuple(args), placed, ARGUMENTS)
 
 
@@ -57,6 +60,9 @@ def _mesh(found, axes, shape, order):
         rows = [rows[i : i + n] for i in range(0, len(rows), n)]
     return Mesh(rows[0], axes, axis_types=(AxisType.Auto,) * len(axes))
 '''
+_EVERY = (
+    'Mesh([mesh.devices for mesh in on], ("stage", *on[0].axis_names), axis_types=(AxisType.Auto,) * (1 + on[0].devices.ndim))'
+)
 
 
 def placed_specs_file(plan: PlacedData) -> str:
@@ -69,6 +75,7 @@ def placed_specs_file(plan: PlacedData) -> str:
         devices=plan.cluster.size,
         arguments=repr(plan.groups[0].argument_names),
         in_specs="".join(_arguments(plan)),
+        every=_EVERY if plan.array_of else "None",
     )
     return text + BY_PATH
 
@@ -80,5 +87,11 @@ def _group(number: int, plan: PlanData, devices: tuple[int, ...]) -> str:
 
 def _arguments(plan: PlacedData) -> Iterator[str]:
     entries = [own.entries for own in plan.groups]
+    seen: set[str] = set()
     for path, group in plan.group_of.items():
-        yield f"    {path!r}: ({group}, P({', '.join(map(repr, entries[group][path]))})),\n"
+        array = plan.array_of.get(path)
+        if array is None:
+            yield f"    {path!r}: ({group}, P({', '.join(map(repr, entries[group][path]))})),\n"
+        elif array not in seen:
+            seen.add(array)
+            yield f"    {array!r}: (None, {spec_text(whole_entries(entries[group][path]))}),\n"

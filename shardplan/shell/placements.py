@@ -217,7 +217,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
         outer=outer,
         inner=inner,
         chunks=chunks,
-        layered=layers is not None,
+        array_of=_array_of(layers, asked.traced.program.input_paths, program.input_paths),
         group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
         issues=issued_rows(placed.graph, placed.dispatch),
         trace_s=plans[0].trace_s,
@@ -227,6 +227,11 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     sessions = tuple(own.session for own in made)
     short = any(own.planned.found[1].limit_costs for own in made)
     return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
+
+
+def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:
+    """The path of the argument that each part of layers is a part of, by its own path."""
+    return {} if layers is None else {part_paths[part]: paths[i] for part, i in layers.arrays.items()}
 
 
 def _first_stop(plans: Sequence[PlanData]) -> anytime.Stopped:

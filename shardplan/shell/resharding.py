@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -123,9 +124,13 @@ def _places(plan: AnyPlan, devices: Sequence[int]) -> list[tuple[Side, Layout | 
     if isinstance(plan, Plan):
         side = Side(plan.cluster, plan.factors, tuple(devices))
         return [(side, a.layout) for a in plan.data.arguments]
-    groups = plan.placed.graph.groups
+    groups, layers = plan.placed.graph.groups, plan.placed.layers
     sides = [Side(own.cluster, own.factors, tuple(devices[d] for d in own.devices)) for own in groups]
-    return [(sides[g], groups[g].layouts.get(key[0])) for g, key in plan.placed.graph.inputs]
+    own = [(sides[g], groups[g].layouts.get(key[0])) for g, key in plan.placed.graph.inputs]
+    if layers is None:
+        return own
+    everywhere = replace(sides[0], devices=tuple(d for side in sides for d in side.devices), stages=len(sides))
+    return [own[n[0]] if len(n) == 1 else (everywhere, own[n[0]][1]) for n in layers.inputs]
 
 
 def _mover(

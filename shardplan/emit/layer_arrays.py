@@ -21,9 +21,9 @@ def whole_spec(part: PartitionSpec) -> PartitionSpec:
 
 def whole_sharding(parts: Sequence[NamedSharding]) -> NamedSharding:
     """The sharding of an array whose parts along dim 0 lie so, each on a mesh of its own."""
-    mesh = parts[0].mesh
-    devices = np.stack([own.mesh.devices for own in parts])
-    joined = Mesh(devices, (STAGE, *mesh.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
+    meshes: list[Any] = [own.mesh for own in parts]
+    devices = np.stack([mesh.devices for mesh in meshes])
+    joined = Mesh(devices, (STAGE, *meshes[0].axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
     return NamedSharding(joined, whole_spec(parts[0].spec))
 
 

@@ -1,0 +1,163 @@
+"""A step whose loop over layers is cut into parts computes the same, and says what cannot be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardplan
+from shardplan.errors import PlacementError
+from shardplan.frontend.trace import trace
+from shardplan.ir import Microbatches
+from shardplan.microbatches.layers import in_layer_parts, staged_program
+from shardplan.regions.layer_parts import part_in
+from shardplan.verify.verify import verify
+
+LAYERS, WIDTH, BATCH = 4, 8, 8
+Tree = dict[str, Any]
+
+
+def weights(layers: int = LAYERS) -> Tree:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "first": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 3,
+        "blocks": {"up": jax.random.normal(keys[1], (layers, WIDTH, WIDTH)) / 3, "scale": jnp.ones((layers,))},
+        "last": jax.random.normal(keys[2], (WIDTH, WIDTH)) / 3,
+    }
+
+
+def hidden(blocks: Tree, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, own: Tree) -> tuple[jax.Array, None]:
+        return x + own["scale"] * jnp.tanh(x @ own["up"]), None
+
+    return jax.lax.scan(layer, x, blocks)[0]
+
+
+def loss(w: Tree, x: jax.Array) -> jax.Array:
+    return jnp.mean((hidden(w["blocks"], x @ w["first"]) @ w["last"]) ** 2)
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def train_step(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+    value, gradients = jax.value_and_grad(loss)(state["weights"], x)
+    updates, moments = OPTIMIZER.update(gradients, state["moments"], state["weights"])
+    return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, value
+
+
+def arguments(layers: int = LAYERS) -> tuple[Tree, jax.Array]:
+    w = weights(layers)
+    return {"weights": w, "moments": OPTIMIZER.init(w)}, jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+def test_weights_and_moments_are_in_parts_and_nothing_else() -> None:
+    traced = trace(train_step, *arguments())
+    found = in_layer_parts(traced.program, 2)
+    assert found is not None
+    program, layers = found
+    cut = {path for path, own in zip(traced.program.input_paths, layers.inputs, strict=True) if len(own) == 2}
+    assert {path.rpartition("/")[2] for path in cut} == {"up", "scale"}
+    assert len(cut) == 6, "each with two moments"
+    assert [p for p in program.input_paths if p.startswith("state/weights/blocks/up")] == [
+        "state/weights/blocks/up[0:2]",
+        "state/weights/blocks/up[2:4]",
+    ]
+    loops = [op for op in program.ops if op.control == "scan"]
+    assert [(part_in(op.scope), op.params["length"], op.backward) for op in loops] == [
+        (0, 2, False), (1, 2, False), (1, 2, True), (0, 2, True),
+    ]  # fmt: skip
+    assert all(program.tensors[program.inputs[i]].shape[0] == 2 for own in layers.inputs if len(own) == 2 for i in own)
+
+
+def test_an_argument_that_an_op_needs_whole_stays_whole() -> None:
+    def step(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+        gradients = jax.grad(loss)(state, x)
+        after = jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients)
+        return after, jnp.sort(state["blocks"]["scale"])  # of all layers together
+
+    traced = trace(step, weights(), jnp.ones((BATCH, WIDTH)))
+    found = in_layer_parts(traced.program, 2)
+    assert found is not None
+    cut = [path for path, own in zip(traced.program.input_paths, found[1].inputs, strict=True) if len(own) == 2]
+    assert cut == ["state/blocks/up"]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_step_without_a_loop_over_weights_has_no_parts(layers: int) -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=layers)[0]
+
+    assert in_layer_parts(trace(step, jnp.ones((WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH))).program, 2) is None
+
+
+def test_layers_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(PlacementError, match="a loop over 4 layers does not divide into 3 stages"):
+        staged_program(trace(train_step, *arguments()).program, Microbatches(), 3)
+
+
+def test_chunks_of_a_loop_over_layers_are_an_error() -> None:
+    with pytest.raises(PlacementError, match="chunk=2 cannot be had for a loop over layers"):
+        shardplan.plan(train_step, *arguments(), cluster="2", microbatches=2, axes={"stage": 2, "chunk": 2})
+
+
+def test_two_loops_over_as_many_layers_are_an_error() -> None:
+    def step(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def both(w: Tree) -> jax.Array:
+            return jnp.mean(hidden(w["decoder"], jnp.sin(hidden(w["encoder"], x))) ** 2)
+
+        value, gradients = jax.value_and_grad(both)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+
+    state = {"encoder": weights()["blocks"], "decoder": weights()["blocks"]}
+    with pytest.raises(PlacementError, match=r"the loops over layers at .*test_layers.py:38.* follow each other"):
+        shardplan.plan(step, state, jnp.ones((BATCH, WIDTH)), cluster="2", microbatches=2, axes={"stage": 2})
+
+
+def test_a_pipeline_of_a_loop_over_layers_trains_as_one_device(devices: list[Any]) -> None:
+    args = arguments()
+    plan = shardplan.plan(
+        train_step, *args, cluster="4", microbatches=2, axes={"stage": 2, "fsdp": 2}, donate_argnums=0, memory_limit="8KiB"
+    )
+    specs = plan.specs_by_path
+    up = specs["state/weights/blocks/up"]
+    assert up[0] == "stage" and len(up) > 1, "cut over layers and inside of each"
+    assert specs["state/moments/1/0/mu/blocks/up"] == up
+    assert [plan.group_of[f"state/weights/blocks/up[{n}:{n + 2}]"] for n in (0, 2)] == [0, 1]
+    found = verify(plan, train_step, args)
+    assert found.passed, found
+    one_device = jax.jit(train_step)(*args)[0]["weights"]["blocks"]["up"]
+    shardings = plan.in_shardings(plan.mesh(devices[:4]))
+    placed = jax.device_put(jax.tree.map(jnp.copy, args), shardings)
+    state, _ = plan.jit(train_step, devices=devices[:4])(*placed)
+    made = state["weights"]["blocks"]["up"]
+    assert made.shape == (LAYERS, WIDTH, WIDTH)
+    assert made.sharding.is_equivalent_to(shardings[0]["weights"]["blocks"]["up"], 3)
+    assert placed[0]["weights"]["blocks"]["up"].is_deleted(), "its buffers were reused"
+    np.testing.assert_allclose(made, one_device, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike() -> None:
+    """The last stage has a wide weight more: within this memory, it alone would cut its layers in another way."""
+    wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
+    state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
+    options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": "6KiB"}
+    plan = shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
+    first, last = ({path.partition("[")[0]: e for path, e in g.entries.items() if "blocks" in path} for g in plan.groups)
+    assert first == last
+    assert plan.groups[0].factors == plan.groups[1].factors
+
+
+def test_a_saved_plan_has_the_same_parts(tmp_path: Any) -> None:
+    args = arguments()
+    plan = shardplan.plan(train_step, *args, cluster="2", microbatches=2, axes={"stage": 2})
+    plan.save(tmp_path / "plan.json")
+    again = shardplan.load(tmp_path / "plan.json", train_step, *args)
+    assert again.specs_by_path == plan.specs_by_path
+    assert again.placed.layers is not None
+    assert again.placed.layers == plan.placed.layers

@@ -58,6 +58,7 @@ JAX_FILES = (
     "plans.jit_stages",
     "plans.placed_runner",
     "microbatches.accumulating",
+    "microbatches.layers",
     "shell.agreement",
     "shell.clusters",
     "shell.compare_command",

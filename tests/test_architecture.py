@@ -59,6 +59,7 @@ JAX_FILES = (
     "plans.placed_runner",
     "microbatches.accumulating",
     "microbatches.layers",
+    "microbatches.whole_ops",
     "shell.agreement",
     "shell.clusters",
     "shell.compare_command",

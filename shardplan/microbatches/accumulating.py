@@ -23,9 +23,11 @@ from shardplan.emit.walk import Values
 from shardplan.errors import MicrobatchError
 from shardplan.frontend.argnums import leaves_of, positions
 from shardplan.frontend.trace import Traced, trace
-from shardplan.ir import Collective, Microbatches, Program, Reducer
+from shardplan.ir import Collective, Microbatches, Op, Program, Reducer
+from shardplan.microbatches.early_sums import early_sums, without
 from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
+from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
 from shardplan.schedule import Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
@@ -44,11 +46,23 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
             "the step names mesh axes (a sharding constraint or jax.shard_map), which a microbatch does not have: remove them, "
             "or plan with microbatches=1"
         )
-    planned = time_cut(program, parts.count, parts.batch, replicate)
-    body = instructions(planned)
-    ends = (planned.graph.inputs, planned.graph.outputs)
-    layouts, results = ([planned.layouts[t] if t >= 0 else None for t in own] for own in ends)
-    step = _Accumulating(planned, phases(body, layouts, results), body, parts.count)
+    planned, first, early = time_cut(program, parts.count, parts.batch, replicate), tuple[Op, ...](), tuple[int, ...]()
+    try:
+        accumulating = _accumulating(planned, parts.count)
+    except MicrobatchError:  # perhaps for a sum that the data alone decide
+        early = early_sums(program, planned)
+        if not early:
+            raise
+        first, rest = without(program, early)
+        accumulating = _accumulating(time_cut(rest, parts.count, parts.batch, replicate), parts.count)
+
+    def step(*leaves: Any) -> list[Any]:
+        values = dict(program.constants) | dict(zip(program.inputs, leaves, strict=True))
+        for op in first:
+            with _jax.traced_at(op.handle, op.scope):
+                values.update(zip(op.outputs, whole_op(op, [operand_of(values, x) for x in op.inputs]), strict=True))
+        return accumulating(*leaves, *(values[t] for t in early))
+
     shapes = [_jax.shape_struct(t.shape, t.dtype) for t in (program.tensors[t] for t in program.inputs)]
     traced = trace(step, *shapes).program
     return replace(traced, input_paths=program.input_paths, output_paths=program.output_paths, feedback=program.feedback)
@@ -81,6 +95,13 @@ def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | 
     if not found:
         raise MicrobatchError("no argument is a batch: name those that are with batch_argnums")
     return Microbatches(count, found)
+
+
+def _accumulating(planned: PlannedProgram, count: int) -> _Accumulating:
+    body = instructions(planned)
+    ends = (planned.graph.inputs, planned.graph.outputs)
+    layouts, results = ([planned.layouts[t] if t >= 0 else None for t in own] for own in ends)
+    return _Accumulating(planned, phases(body, layouts, results), body, count)
 
 
 class _Accumulating:

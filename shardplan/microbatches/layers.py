@@ -21,17 +21,16 @@ from jax import lax
 from shardplan import _jax
 from shardplan.emit.blocks import Blocks
 from shardplan.emit.reductions import TWO_TERMS
-from shardplan.emit.walk import literal
 from shardplan.errors import PlacementError
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.nodes import Signature
-from shardplan.ir import Constant, Microbatches, Op, Operand, Partial, Program, Split
+from shardplan.ir import Microbatches, Op, Partial, Program, Split
 from shardplan.microbatches.accumulating import microbatched
+from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.layer_parts import LayerParts, scope_of
 from shardplan.schedule import Cut
 from shardplan.tdl import Strategy
-from shardplan.tdl.rewrite import compilable
 
 
 def in_layer_parts(
@@ -170,12 +169,12 @@ class _InParts:
             xs = tuple(flat[n] for n in own)
             values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
         for op in self.program.ops:
-            operands = [self._value(values, x) for x in op.inputs]
+            operands = [operand_of(values, x) for x in op.inputs]
             with _jax.traced_at(op.handle, op.scope):
                 values.update(zip(op.outputs, self._results(op, operands), strict=True))
         found: list[Any] = []
         for output, i in zip(self.program.outputs, self.program.feedback, strict=True):
-            x = self._value(values, output)
+            x = operand_of(values, output)
             if i not in self.split:
                 found.append(_joined(x) if isinstance(x, _Parts) else x)
             elif isinstance(x, _Parts) and x.dim == 0:
@@ -184,9 +183,6 @@ class _InParts:
                 self.needed_whole.add(i)
                 found += _slices(self._whole(x), self.count)
         return found
-
-    def _value(self, values: Mapping[int, Any], operand: Operand) -> Any:
-        return literal(operand) if isinstance(operand, Constant) else values[operand]
 
     def _whole(self, x: Any) -> Any:
         """A value that an op needs whole."""
@@ -201,7 +197,7 @@ class _InParts:
                 return self._scan(op, operands)
             if (found := self._by_part(op, operands)) is not None:
                 return found
-        return _bound(op, [self._whole(x) for x in operands])
+        return whole_op(op, [self._whole(x) for x in operands])
 
     def _scan(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         """A loop over layers, part by part."""
@@ -213,7 +209,7 @@ class _InParts:
         made: dict[int, Sequence[Any]] = {}
         for n in order:
             with jax.named_scope(scope_of(n)):
-                own = _bound(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=self.length // self.count)
+                own = whole_op(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=self.length // self.count)
             state, made[n] = own[:carries], own[carries:]
         ys = zip(*(made[n] for n in range(self.count)), strict=True)
         return [*state, *(_Parts(tuple(y), 0, frozenset()) for y in ys)]
@@ -267,14 +263,6 @@ def _together(xs: Sequence[Any], place: Any, made_from: frozenset[int]) -> Any:
     for x in xs[1:]:
         total = TWO_TERMS[place.reducer](total, x)
     return total
-
-
-def _bound(op: Op, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
-    eqn = op.handle
-    params = {**eqn.params, **changed}
-    with _jax.settings_of(eqn):
-        made = eqn.primitive.bind(*compilable(op.primitive, operands, params), **eqn.primitive.get_bind_params(params))
-    return made if eqn.primitive.multiple_results else [made]
 
 
 def _joined(x: _Parts) -> Any:

@@ -121,7 +121,7 @@ def test_two_loops_over_as_many_layers_are_an_error() -> None:
 
 def test_a_pipeline_of_a_loop_over_layers_trains_as_one_device(devices: list[Any]) -> None:
     args = arguments()
-    plan = shardplan.plan(
+    plan: Any = shardplan.plan(
         train_step, *args, cluster="4", microbatches=2, axes={"stage": 2, "fsdp": 2}, donate_argnums=0, memory_limit="8KiB"
     )
     specs = plan.specs_by_path
@@ -147,7 +147,7 @@ def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike() -> No
     wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
     state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
     options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": "6KiB"}
-    plan = shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
+    plan: Any = shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
     first, last = ({path.partition("[")[0]: e for path, e in g.entries.items() if "blocks" in path} for g in plan.groups)
     assert first == last
     assert plan.groups[0].factors == plan.groups[1].factors
@@ -155,9 +155,9 @@ def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike() -> No
 
 def test_a_saved_plan_has_the_same_parts(tmp_path: Any) -> None:
     args = arguments()
-    plan = shardplan.plan(train_step, *args, cluster="2", microbatches=2, axes={"stage": 2})
+    plan: Any = shardplan.plan(train_step, *args, cluster="2", microbatches=2, axes={"stage": 2})
     plan.save(tmp_path / "plan.json")
-    again = shardplan.load(tmp_path / "plan.json", train_step, *args)
+    again: Any = shardplan.load(tmp_path / "plan.json", train_step, *args)
     assert again.specs_by_path == plan.specs_by_path
     assert again.placed.layers is not None
     assert again.placed.layers == plan.placed.layers

@@ -142,6 +142,36 @@ def test_a_step_that_names_mesh_axes_is_not_cut_into_microbatches() -> None:
         shardplan.plan(step, X, cluster=mesh, microbatches=2)
 
 
+def masked_mean(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum((x > 0) * jnp.tanh(x @ w @ w.T)) / jnp.maximum(jnp.sum(x > 0), 1)
+
+
+def mean_where(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w), where=x[:, :3] > 0) * (1 + jnp.max(jnp.abs(x)))
+
+
+@pytest.mark.parametrize("loss", [masked_mean, mean_where])
+@pytest.mark.parametrize("options", [{}, {"axes": {"stage": 2}}], ids=str)
+def test_a_mean_over_what_is_not_masked_is_that_of_the_whole_batch(loss: Any, options: dict[str, Any]) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return w - 0.1 * gradient, value
+
+    plan = shardplan.plan(step, W / 12, X, cluster="2", microbatches=4, batch_argnums=1, donate_argnums=0, **options)
+    assert plan.microbatches.count == 4
+    assert verify(plan, step, (W / 12, X)).passed
+
+
+def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = x @ w > 0  # how many, no microbatch can know
+        value, gradient = jax.value_and_grad(lambda w: jnp.sum(chosen * (x @ w)) / jnp.sum(chosen))(w)
+        return w - 0.1 * gradient, value
+
+    with pytest.raises(MicrobatchError, match=r"at .*test_microbatches.py:\d+.*, it reads the sum of"):
+        shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1, donate_argnums=0)
+
+
 @pytest.mark.parametrize(
     ("model", "where"), [(wresnet, r"wresnet.py:\d+"), (two_tower, r"two_tower.py:\d+"), (moe, r"moe.py:\d+ \(route\)")]
 )

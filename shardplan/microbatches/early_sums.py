@@ -1,0 +1,58 @@
+"""Sums over the whole batch that depend on the data alone: they are computed once, before the microbatches.
+
+A loss that is a mean over the unmasked tokens divides by their number, and so does every gradient: no microbatch can begin its
+backward pass before the number of all is known. It depends on no weight, so it costs a pass over the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from shardplan.ir import Op, Program
+from shardplan.schedule import PlannedProgram
+
+
+def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
+    """The tensors that are terms of a sum in each microbatch, and depend on no weight and no matrix product.
+
+    ``planned`` is the cut of the program over microbatches (`time_cut`). Weights are the arguments that the step replaces, as far
+    as they hold floats.
+    """
+    state = {program.inputs[i] for i in program.feedback if i is not None}
+    weights = {t for t in state if program.tensors[t].dtype.startswith(("float", "bfloat", "complex"))}
+    late: set[int] = set(weights)
+    found: list[int] = []
+    for op in program.ops:
+        node = planned.nodes.get(((), op.id))
+        product = node is None or op.bodies or op.acts or node.signature.multiplies
+        if product or not late.isdisjoint(op.tensors):
+            late.update(op.outputs)
+            continue
+        use = planned.uses.get(node.id)
+        if use is not None and any(layout.partial for layout in use.gives):
+            found += op.outputs
+    return tuple(found)
+
+
+def without(program: Program, given: tuple[int, ...]) -> tuple[tuple[Op, ...], Program]:
+    """(the ops that make these tensors, the program that takes them as arguments, behind its own)."""
+    first = _needed(program, given, ())
+    later = _needed(program, program.returned, given)
+    rest = replace(
+        program,
+        ops=tuple(op for op in program.ops if op.id in later),
+        inputs=(*program.inputs, *given),
+        input_paths=(*program.input_paths, *(f"the sum over the batch {n}" for n in range(len(given)))),
+    )
+    return tuple(op for op in program.ops if op.id in first), rest
+
+
+def _needed(program: Program, wanted: Collection[int], given: Collection[int]) -> set[int]:
+    """The ops that make these tensors, where some are given."""
+    needed, found = set(wanted) - set(given), set[int]()
+    for op in reversed(program.ops):
+        if op.acts or not needed.isdisjoint(op.outputs):
+            found.add(op.id)
+            needed.update(t for t in op.tensors if t not in given)
+    return found

@@ -25,8 +25,7 @@ def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
     found: list[int] = []
     for op in program.ops:
         node = planned.nodes.get(((), op.id))
-        product = node is None or op.bodies or op.acts or node.signature.multiplies
-        if product or not late.isdisjoint(op.tensors):
+        if node is None or op.bodies or op.acts or node.signature.multiplies or not late.isdisjoint(op.tensors):
             late.update(op.outputs)
             continue
         use = planned.uses.get(node.id)

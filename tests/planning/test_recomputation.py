@@ -202,7 +202,7 @@ def test_a_plan_with_it_is_never_slower_than_one_without() -> None:
     )
     assert auto.searched_s <= plain.searched_s
     assert auto.remat.without is not None
-    assert auto.remat.without.step_time_s <= plain.searched_s, "the plan is the fastest as scheduled, and may cost more in the search"
+    assert auto.remat.without.step_time_s <= plain.searched_s, "the fastest as scheduled may cost more in the search"
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "search/problem/pricing.py _GOOD": "with what they are compared",
     "search/problem/problem.py _ROUNDED_S": "half a unit",
     "search/problem/cost_tables.py BIG": "infinity",
+    "search/problem/cost_tables.py MOST_BYTES": "memory or time of the same sums",
     "search/problem/cost_tables.py _PER_SECOND": "a unit",
     "search/problem/cost_tables.py LONGEST_S": "the range of the unit",
     "dag/exact.py GAP": "the solver's tolerance",

@@ -157,6 +157,7 @@ class _Search:
             starts=starts,
             offer=lambda outcome: self._offer((problem, outcome)),
         )
+        problem.tidy()
         self.found[factors] = problem, outcome
         self._offer((problem, outcome))
         return outcome.stopped

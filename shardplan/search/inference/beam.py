@@ -130,7 +130,7 @@ def _messages(
     for scope, costs, lowest, share in zip(scopes, sums, least, shares(least), strict=True):
         shifted = np.where(costs >= BIG, BIG, costs + (share - lowest).reshape(-1, *[1] * len(scope)))
         shifted[impossible] = BIG
-        table, low = store.intern(np.minimum(shifted.min(axis=0), BIG))
+        table, low = store.intern(np.minimum(shifted.min(axis=0), BIG), passing=True)
         messages.append(((scope, table), low))
     return messages
 

@@ -138,16 +138,26 @@ def arranged_as(costs: Costs, axes: Sequence[int], sizes: Sequence[int]) -> Cost
 
 @dataclass(slots=True)
 class Eliminator:
-    """Runs eliminations over one store of tables and memoises each distinct one; ``check`` is called before each."""
+    """Runs eliminations over one store of tables and memoises each distinct one, until the store forgets what they left;
+    ``check`` is called before each.
+    """
 
     store: Store
     check: Callable[[], None] = lambda: None
+    _forgotten: int = 0
     _memo: dict[_Key, tuple[int, int, int]] = field(default_factory=dict[_Key, tuple[int, int, int]])
     _keys: list[_Key] = field(default_factory=list[_Key])
     _choices: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict[tuple[int, tuple[int, ...]], int])
     _squeezed: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = field(
         default_factory=dict[tuple[int, tuple[int, ...]], tuple[int, int]]
     )
+
+    def tidy(self) -> None:
+        """Forgets what the store has forgotten."""
+        if self._forgotten != self.store.forgotten:
+            self._forgotten = self.store.forgotten
+            for known in (self._memo, self._keys, self._choices, self._squeezed):
+                known.clear()
 
     def solve(self, terms: Sequence[Term], sizes: Sequence[int], order: Order) -> tuple[int, list[int]]:
         """(minimum, an optimal assignment): ties go to the lowest index. The minimum is at least `BIG` where nothing is
@@ -197,7 +207,7 @@ class Eliminator:
         axes = tuple(i for i, v in enumerate(scope) if sizes[v] == 1)
         cached = self._squeezed.get((table, axes))
         if cached is None:
-            cached = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes))
+            cached = self._squeezed[table, axes] = self.store.intern(self.store.tables[table].squeeze(axes), passing=True)
         return keep, *cached
 
     def _eliminate(self, key: _Key, sizes: list[int]) -> tuple[int, int, int]:
@@ -205,7 +215,7 @@ class Eliminator:
         cached = self._memo.get(key)
         if cached is None:
             arranged = [arranged_as(self.store.tables[table], axes, sizes) for table, axes in key]
-            table, low = self.store.intern(np.minimum(_least(arranged, sizes), BIG))
+            table, low = self.store.intern(np.minimum(_least(arranged, sizes), BIG), passing=True)
             self._keys.append(key)  # first: an interrupt in between leaves nothing wrong
             cached = self._memo[key] = (table, low, len(self._keys) - 1)
         return cached

@@ -72,6 +72,8 @@ class Solver:
         order: Order | None,
         limits: Limits | None,
     ) -> tuple[tuple[int, ...], Found]:
+        self.problem.tidy()
+        self.eliminator.tidy()
         terms = self.problem.terms(domains, keep_s, limits)
         if points:
             terms += memory.price_terms(self.problem, self.live, points, price, domains, limits)

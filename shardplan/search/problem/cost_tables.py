@@ -24,6 +24,10 @@ _PER_SECOND = 1e12
 LONGEST_S = 1e3
 """The largest finite table entry, in seconds. Longer costs are clipped to it, so they are not told apart."""
 
+MOST_BYTES = 1 << 29
+"""Up to this many bytes are kept of what can be computed again: of the prices of moves, and of what eliminations leave."""
+_FORGOTTEN = np.zeros(0, np.int64)
+
 
 def picoseconds(seconds: NDArray[np.float64]) -> Costs:
     """Seconds as integer picoseconds; infinities and NaN become `BIG`."""
@@ -42,12 +46,17 @@ def seconds_of_each(costs: NDArray[Any]) -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class Store:
-    """All distinct tables of one planning run."""
+    """All distinct tables of one planning run. Those that are ``passing`` (what eliminations leave) may be forgotten again:
+    ``forgotten`` counts how often that has happened.
+    """
 
     tables: list[Costs] = field(default_factory=list[Costs])
+    forgotten: int = 0
+    _passing: set[int] = field(default_factory=set[int])
+    _passing_bytes: int = 0
     _ids: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict[tuple[tuple[int, ...], int], list[int]])
 
-    def intern(self, costs: Costs) -> tuple[int, int]:
+    def intern(self, costs: Costs, *, passing: bool = False) -> tuple[int, int]:
         """(id, minimum): the table with its minimum subtracted, infinite entries left infinite."""
         low = min(int(costs.min()), BIG)
         shifted = np.ascontiguousarray(costs - low)
@@ -56,11 +65,28 @@ class Store:
         candidates = self._ids.setdefault((shifted.shape, int(shifted.sum())), [])  # few tables share shape and sum
         for candidate in candidates:
             if np.array_equal(self.tables[candidate], shifted):
+                if not passing and candidate in self._passing:
+                    self._passing.remove(candidate)
+                    self._passing_bytes -= shifted.nbytes
                 return candidate, low
         shifted.setflags(write=False)
         self.tables.append(shifted)  # before its id: an interrupt in between does no harm
         candidates.append(len(self.tables) - 1)
+        if passing:
+            self._passing.add(candidates[-1])
+            self._passing_bytes += shifted.nbytes
         return candidates[-1], low
+
+    def tidy(self) -> None:
+        """Forgets the passing tables if they are large. Nobody may use their ids any more."""
+        if self._passing_bytes <= MOST_BYTES:
+            return
+        self.forgotten += 1
+        for key, own in self._ids.items():
+            self._ids[key] = [table for table in own if table not in self._passing]
+        for table in self._passing:
+            self.tables[table] = _FORGOTTEN
+        self._passing, self._passing_bytes = set(), 0
 
 
 @dataclass(frozen=True, slots=True)

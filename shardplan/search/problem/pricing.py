@@ -32,7 +32,7 @@ from shardplan.search.problem.composite_strategies import (
     treated_alike,
 )
 from shardplan.search.problem.compute_prices import nbytes
-from shardplan.search.problem.cost_tables import BIG, Costs, picoseconds
+from shardplan.search.problem.cost_tables import BIG, MOST_BYTES, Costs, picoseconds
 from shardplan.search.problem.windows import WHOLE, Read
 from shardplan.tdl import Call, Strategy
 
@@ -104,6 +104,7 @@ class Pricer:
         self._halos: dict[tuple[int, tuple[int, ...]], tuple[Step, ...]] = {}
         self._prices: dict[tuple[tuple[int, ...], int, Domain, bool], NDArray[np.float64]] = {}
         self._costs: dict[tuple[tuple[int, ...], int, Window, Read, bool], dict[int, NDArray[np.float64]]] = {}
+        self._cost_bytes = 0
         self._singles = SingleMoves(resharder)
         self._issued: dict[tuple[tuple[int, ...], int, Step, Window, Read], tuple[float, float]] = {}
 
@@ -111,7 +112,7 @@ class Pricer:
         """The prices at other weights. What does not depend on weights is shared."""
         result = copy.copy(self)
         result.weights, result.overlaps = objective.weights, objective.overlaps
-        result._costs, result._issued = {}, {}
+        result._costs, result._cost_bytes, result._issued = {}, 0, {}
         return result
 
     def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
@@ -149,15 +150,21 @@ class Pricer:
         rows = self._costs.setdefault((shape, size, window, read, into), {})
         missing = tuple(s for s in dict.fromkeys(states) if s not in rows)
         if missing:
-            found = np.array(self.weights.of(self.prices(shape, size, missing, into=into), window.seconds))
+            found = np.array(self.weights.of(self.resharder.prices(shape, size, missing, into=into), window.seconds))
             own = self._singles.between(shape, size, window.company, missing, into=into)
             at, (alone_s, bundled_s) = (own.rows, own.columns), self.copies_s(own, read)
             found[at] = np.minimum(found[at] + alone_s, self.weights.of(own.bundled_s, window.seconds) + bundled_s)
             found.setflags(write=False)
             rows.update(zip(missing, found, strict=True))
+            self._cost_bytes += found.nbytes
             if missing == states:
                 return found
         return np.stack([rows[s] for s in states])
+
+    def tidy(self) -> None:
+        """Frees the prices of moves if they are large: they are computed again where they are asked for."""
+        if self._cost_bytes > MOST_BYTES:
+            self._costs, self._cost_bytes = {}, 0
 
     def copies_s(self, own: Singles, read: Read) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The seconds of the copies beside moves that travel alone, and of those into a bundle's buffer and out of it."""

@@ -242,6 +242,11 @@ class Problem:
         terms = self.terms([(s,) for s in states], keep_s, limits)
         return seconds_of(sum(t.constant + self.store.tables[t.table].item() for t in terms))
 
+    def tidy(self) -> None:
+        """Frees what is large and can be computed again. Nobody may hold the tables of an elimination meanwhile."""
+        self.pricer.tidy()
+        self.store.tidy()
+
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:
         """The source line of the first op that reads each (view, tensor)."""

@@ -54,6 +54,7 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
 
 def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess: int) -> Iterator[_Move]:
     problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
+    problem.tidy()
     held = live.lifetimes.stored_at(peak, len(domains))[:-1]
     for life in live.lifetimes.of("copy"):
         if peak in life and life.holds(problem, current.states, current.keep):

@@ -166,7 +166,7 @@ def _type_text(value: Any) -> str:
 
 
 def read_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["layers=24", "dtype=bfloat16"]`` -> ``{"layers": 24, "dtype": "bfloat16"}``: Python literals, else strings."""
+    """``["layers=24", "scan=true", "dtype=bfloat16"]`` -> ``{"layers": 24, "scan": True, "dtype": "bfloat16"}``: `literal`."""
     result: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -177,7 +177,9 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """The value of a Python literal, else the text itself."""
+    """The value of a Python literal, or of TOML's ``true`` or ``false``, else the text itself (``"'true'"`` is the word)."""
+    if text in ("true", "false"):
+        return text == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

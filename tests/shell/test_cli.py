@@ -13,6 +13,7 @@ import pytest
 
 from shardplan.report.tables import seconds
 from shardplan.shell.cli import main
+from shardplan.shell.target import read_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -353,3 +354,10 @@ def test_a_fresh_process_simulates_its_own_devices(target: str, environment: dic
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["equal"]
+
+
+def test_values_of_options_are_literals_or_words() -> None:
+    words = ["scan=true", "tied=false", "remat=True", "layers=24", "dtype=bfloat16", "name='true'", "sizes=(2, 4)"]
+    assert read_options(words) == {
+        "scan": True, "tied": False, "remat": True, "layers": 24, "dtype": "bfloat16", "name": "true", "sizes": (2, 4),
+    }  # fmt: skip

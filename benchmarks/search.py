@@ -104,8 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_HEAD = f"{'model':18} {'cluster':14} {'batch':>6} {'ops':>7} {'tracing s':>10} {'planning s':>11} {'ratio':>6} "
+_HEAD = (
+    f"{'model':18} {'cluster':14} {'batch':>6} {'ops':>7} {'tracing s':>10} {'planning s':>11} {'ratio':>6} "
     f"{'growth':>7} {'GiB':>6}  exact"
+)
 
 
 def _growth(clusters: Sequence[str], layers: Sequence[int], repeats: int) -> list[Row]:

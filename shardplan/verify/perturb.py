@@ -4,6 +4,9 @@ A float argument is moved to one of its neighbours. Where the step narrows an ar
 float32, products in bfloat16), such a move seldom reaches the narrow copy, yet a different order of summation rounds in that
 narrow type. There the copy is moved by one unit of its own type as well. The argument does not take this larger move: the
 value that the optimizer updates stays precise.
+
+Sums of narrow floats are added up in float32. Devices add up fewer numbers each, so they round less often than one device does,
+and the change that this makes is what rounding in another order may make.
 """
 
 from __future__ import annotations
@@ -32,16 +35,18 @@ def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
 
 
 def narrows(program: Program) -> bool:
-    """Whether a program, or a body in it, converts floats to a narrower type."""
+    """Whether a program, or a body in it, converts floats to a narrower type, or adds up floats narrower than float32."""
 
     def narrower(op: Op) -> bool:
-        return op.handle is not None and _makes_narrower(op.handle)
+        return op.handle is not None and (_makes_narrower(op.handle) or _adds_narrow(op.handle))
 
     return any(narrower(op) or any(narrows(body) for body in op.bodies) for op in program.ops)
 
 
 def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:
-    """The step with each narrow copy of an argument moved; ``seed`` (a uint32 scalar) decides the directions."""
+    """The step with each narrow copy of an argument moved, and narrow sums added up in float32; ``seed`` (a uint32 scalar)
+    decides the directions.
+    """
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(step, return_shape=True)(*args)
@@ -70,9 +75,10 @@ def moved(x: Any, seed: Any) -> Any:
 
 
 class _Reader:
-    """Evaluates a jaxpr and applies ``change`` to each narrow copy of an argument, inside calls, scans and remat too.
+    """Evaluates a jaxpr and applies ``change`` to each narrow copy of an argument, inside calls, scans and remat too. Sums of
+    narrow floats are added up in float32.
 
-    Arguments that are read inside a ``while`` or a ``cond`` stay as they are.
+    What stands inside a ``while`` or a ``cond`` stays as it is.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
@@ -96,7 +102,9 @@ class _Reader:
     def equation(self, eqn: Any, inputs: Sequence[Any], own: Sequence[bool]) -> list[Any]:
         """The results of one equation."""
         name, params = eqn.primitive.name, _jax.params_of(eqn)
-        if any(own):
+        if _adds_narrow(eqn):
+            return [_bound(eqn, [inputs[0].astype(jnp.float32)])[0].astype(inputs[0].dtype)]
+        if any(own) or any(_adds_narrow(e) for body in _jax.bodies(eqn) for e in _jax.equations(body)):
             match name:
                 case _ if _makes_narrower(eqn):
                     return [self.change(_bound(eqn, inputs)[0])]
@@ -137,6 +145,11 @@ def _makes_narrower(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     return _is_narrower(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+
+
+def _adds_narrow(eqn: Any) -> bool:
+    """Whether an equation adds up floats narrower than float32."""
+    return eqn.primitive.name == "reduce_sum" and _is_narrower(eqn.invars[0].aval.dtype, jnp.float32)
 
 
 def _is_narrower(new: Any, old: Any) -> bool:

@@ -85,3 +85,16 @@ def test_only_copies_of_arguments_move() -> None:
     for x, y in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(narrowed(step, 1)(*args)), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     assert not narrows(trace(lambda w: w * 2.0, args[0]).program)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x[None])[0]])
+def test_sums_of_narrow_floats_are_added_up_in_float32(wrapped: Any) -> None:
+    """One device rounds after each of many terms: by what that is off, another order of them may be."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return jax.vjp(lambda bias: jnp.broadcast_to(bias, x.shape), jnp.bfloat16(0))[1](x)[0]
+
+    x = jnp.full(4096, 1.0, jnp.bfloat16)
+    step = wrapped(total)
+    assert narrows(trace(step, x).program)
+    assert float(narrowed(step, 1)(x)) == 4096.0

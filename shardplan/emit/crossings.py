@@ -141,7 +141,8 @@ class Places:
     """
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
-        self._groups = {frozenset(mesh.devices.flat) for mesh in meshes}
+        groups = [frozenset(mesh.devices.flat) for mesh in meshes]
+        self._groups = {*groups, frozenset[Any]().union(*groups)}
 
     def put(self, x: Any, sharding: NamedSharding) -> Any:
         """A value that every process has as a whole, or an array of the plan or on devices of several processes, moved there.
@@ -177,7 +178,9 @@ class Places:
         return x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else np.asarray(x)
 
     def _holds(self, x: Any) -> bool:
-        """Whether an array lies on a group, as all processes know; what a process has made for itself has no mesh."""
+        """Whether an array lies on a group or on all of them, as all processes know; what a process has made for itself has no
+        mesh.
+        """
         sharding = getattr(x, "sharding", None)
         return isinstance(sharding, NamedSharding) and frozenset(sharding.device_set) in self._groups
 

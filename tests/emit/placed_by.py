@@ -32,6 +32,10 @@ def case(name: str) -> tuple[Any, Any, dict[str, Any]]:
             sizes = {"layers": 2, "width": 32, "heads": 4, "sequence": 16, "batch": 16, "vocabulary": 64, "dropout": 0.1}
             axes = {"stage": 2, "data": 2, "tensor": 2}
             return *gpt.train_step(concrete=True, **sizes), {"axes": axes, "microbatches": 4}
+        case "scan":
+            sizes = {"layers": 4, "width": 32, "heads": 4, "sequence": 16, "batch": 16, "vocabulary": 64}
+            axes = {"stage": 2, "data": 2, "tensor": 2}
+            return *gpt.train_step(concrete=True, scan=True, **sizes), {"axes": axes, "microbatches": 4}
         case "towers":
             return *two_tower.train_step(concrete=True), {"placement": Halves()}
         case "shared":

@@ -47,6 +47,7 @@ def test_two_processes_pass_values_on() -> None:
         (2, "mlp", [[0], [1]]),
         (2, "towers", [[0], [1]]),
         (4, "gpt", [[0, 1], [2, 3]]),
+        (4, "scan", [[0, 1], [2, 3]]),
         (4, "shared", [[0, 1, 2], [1, 2, 3]]),
     ],
     ids=str,

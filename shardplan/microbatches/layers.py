@@ -176,7 +176,7 @@ class _InParts:
         for output, i in zip(self.program.outputs, self.program.feedback, strict=True):
             x = operand_of(values, output)
             if i not in self.split:
-                found.append(_joined(x) if isinstance(x, _Parts) else x)
+                found.append(self._whole(x) if i is not None else _joined(x) if isinstance(x, _Parts) else x)
             elif isinstance(x, _Parts) and x.dim == 0:
                 found += x.values
             else:
@@ -208,7 +208,7 @@ class _InParts:
         order = range(self.count)[::-1] if op.params["reverse"] else range(self.count)
         made: dict[int, Sequence[Any]] = {}
         for n in order:
-            with jax.named_scope(scope_of(n)):
+            with jax.named_scope(scope_of(n, loop=True)):
                 own = whole_op(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=self.length // self.count)
             state, made[n] = own[:carries], own[carries:]
         ys = zip(*(made[n] for n in range(self.count)), strict=True)
@@ -221,8 +221,8 @@ class _InParts:
     def _by_part(self, op: Op, operands: Sequence[Any]) -> Sequence[Any] | None:
         """The results of an op that runs for each part; None for one that cannot be cut so."""
         signature = self.signatures.get(op.id)
-        if signature is None or signature.description is None or op.acts:
-            return None
+        if signature is None or signature.description is None or op.acts or signature.multiplies:
+            return None  # the terms of a product over layers would be needed in one stage
         for loop, info in enumerate(signature.description.loops):
             strategy = signature.cut(loop, self.count) if info.extent % self.count == 0 else None
             if strategy is None or not _follows(strategy, operands):
@@ -238,7 +238,7 @@ class _InParts:
     def _part(self, op: Op, signature: Signature, cut: Cut, operands: Sequence[Any], number: int) -> Sequence[Any]:
         blocks = Blocks(("layers",), _no_neighbour, lambda _: number)
         own = [x.values[number] if isinstance(x, _Parts) else x for x in operands]
-        with _jax.settings_of(op.handle), blocks.body():
+        with _jax.settings_of(op.handle), blocks.body(), jax.named_scope(scope_of(number, loop=False)):
             return blocks.run(signature.call, [cut], own, op.handle.primitive)
 
 

@@ -262,6 +262,8 @@ def _only_moves(i: Instruction, *, inside: bool) -> bool:
     if not isinstance(i, Compute) or i.cuts:
         return False
     call = i.node.signature.call
+    if call.primitive == "reduce_sum" and all(call.operands[0][d] == 1 for d in call.params["axes"]):
+        return True  # it drops dims, as the transpose of a broadcast does
     if (
         len(call.dtypes) != 1
         or len(call.result_dtypes) != 1

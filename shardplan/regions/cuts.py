@@ -27,9 +27,10 @@ def cut_of(
     outer: Mapping[int, int],
     inner: Mapping[int, int] | None,
     chunks: tuple[int, ...] = (),
+    layers: LayerParts | None = None,
 ) -> Cut:
     """The step whose ops run on these groups; ``inner`` has the chunks of the body of its loop over microbatches, if it has one,
-    and ``chunks`` the group of each.
+    and ``chunks`` the group of each. ``layers`` as in `PlacedStep`.
 
     Raises:
         PlacementError: for an op without a group.
@@ -42,7 +43,8 @@ def cut_of(
         for op in part.ops:
             if op.id not in of and op.id not in free and op is not loop:
                 raise PlacementError(f"there is no group for {op.primitive} at {op.source}")
-    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks)
+    homes = {} if layers is None else {program.inputs[part]: stage for part, stage in layers.homes.items()}
+    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, homes=homes)
 
 
 def group_parts(cut: Cut) -> tuple[Part, ...]:

@@ -31,6 +31,11 @@ class LayerParts:
         """The argument of the step that each part is a part of, by the number of the part."""
         return {part: i for i, own in enumerate(self.inputs) if len(own) > 1 for part in own}
 
+    @property
+    def homes(self) -> dict[int, int]:
+        """The stage that holds each part, by its number."""
+        return {part: stage for own in self.inputs if len(own) > 1 for stage, part in enumerate(own)}
+
     def parts_of(self, inputs: Sequence[int]) -> tuple[int, ...]:
         """The numbers of the parts of these arguments."""
         return tuple(part for i in inputs for part in self.inputs[i])
@@ -47,19 +52,19 @@ def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
     return (STAGE, *own) if own else STAGE, *rest
 
 
-def scope_of(part: int) -> str:
-    """The named scope of the loop over the layers of a part."""
-    return f"stage_{part}_layers"
+def scope_of(part: int, *, loop: bool) -> str:
+    """The named scope of the loop over the layers of a part, or of another op that runs for each part."""
+    return f"stage_{part}_{'layers' if loop else 'part'}"
 
 
-def part_in(scope: str) -> int | None:
-    """The part whose layers an op runs, by its scope; None for an op outside of such a loop.
+def part_in(scope: str, *, loop: bool = False) -> int | None:
+    """The part of the layers for which an op runs, by its scope; with ``loop``, only of the loop over them. None for other ops.
 
-    >>> part_in("microbatches/" + scope_of(2)), part_in("layers")
-    (2, None)
+    >>> part_in("microbatches/" + scope_of(2, loop=True)), part_in(scope_of(1, loop=False), loop=True), part_in("layers")
+    (2, None, None)
     """
     found = _PART.search(scope)
-    return int(found[1]) if found else None
+    return int(found[1]) if found and (found[2] == "layers" or not loop) else None
 
 
-_PART = re.compile(r"\bstage_(\d+)_layers\b")
+_PART = re.compile(r"\bstage_(\d+)_(layers|part)\b")

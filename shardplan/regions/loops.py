@@ -9,7 +9,7 @@ as the microbatches of its value that the group holds at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardplan.dag.pipelines import Kind
@@ -29,7 +29,7 @@ class LoopSplit:
 
     ``outer`` is the group of each op outside of the loop, by op id, ``inner`` the chunk of layers of each op in its body, and
     ``chunks`` the group that runs each chunk. The programs that groups plan count ``in_flight`` [chunks] microbatches between
-    their forward and backward passes (None: all).
+    their forward and backward passes (None: all). ``homes`` are the groups that hold arguments, by tensor, where they are given.
     """
 
     program: Program
@@ -39,6 +39,7 @@ class LoopSplit:
     inner: Mapping[int, int]
     chunks: tuple[int, ...]
     in_flight: tuple[int, ...] | None = None
+    homes: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def body(self) -> Program:
@@ -153,7 +154,7 @@ class LoopSplit:
         for op in program.ops:
             for t in op.tensors if op.id in self.outer else ():
                 homes.setdefault(t, self.outer[op.id])
-        return {t: homes.get(t, 0) for t in program.inputs} | dict(self._loop_results)
+        return {t: homes.get(t, 0) for t in program.inputs} | dict(self._loop_results) | self.homes
 
     @cached_property
     def _loop_results(self) -> Mapping[int, int]:

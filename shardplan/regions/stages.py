@@ -75,6 +75,8 @@ def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mappin
     forward = [op for op in ops if op.id not in behind]
     stage = _cut(body, forward, count, seconds)
     _sink(body, forward, consts, stage)
+    parts = {op.id: part for op in ops if (part := part_in(op.scope)) is not None}
+    stage |= {op.id: parts[op.id] for op in forward if op.id in parts}
     present: dict[int, set[int]] = {}  # the stages in which a value of the forward pass, or a weight, is there anyway
     for op in forward:
         for t in (*op.tensors, *op.outputs):
@@ -90,6 +92,7 @@ def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mappin
             at = max((a for a in together if a <= own), default=min(own, max(map(max, saved))))
         elif saved and not any(t in gradients for t in op.tensors):
             at = max(map(max, saved))
+        at = parts.get(op.id, at)
         stage[op.id] = at
         gradients.update(dict.fromkeys(op.outputs, at))
     return stage
@@ -164,7 +167,7 @@ def _between_layers(forward: Sequence[Op], crossing: Floats, count: int) -> Ints
     Raises:
         PlacementError: if a stage would need layers of several loops.
     """
-    part = [part_in(op.scope) for op in forward]
+    part = [part_in(op.scope, loop=True) for op in forward]
     if not any(p is not None for p in part):
         return None
     cuts: list[int] = []
@@ -172,12 +175,22 @@ def _between_layers(forward: Sequence[Op], crossing: Floats, count: int) -> Ints
         last = max(i for i, p in enumerate(part) if p == n)
         following = part.index(n + 1)
         if following < last:
-            raise PlacementError(
-                f"the loops over layers at {forward[last].source} and {forward[following].source} follow each other, and each "
-                "stage would need layers of both: unroll one of them, or plan without the axis 'stage'"
-            )
+            raise _two_loops(forward[last], forward[following])
         cuts.append(last + int(crossing[last:following].argmin()))
     return np.array(cuts)
+
+
+def _two_loops(one: Op, other: Op) -> PlacementError:
+    if one.params.get("reverse"):
+        return PlacementError(
+            f"the loop over layers at {one.source} runs from the last layer to the first, and stage n holds the n-th part: keep "
+            "the layers in the order in which they run, or plan without the axis 'stage'"
+        )
+    where = f"at {one.source}" if one.source == other.source else f"at {one.source} and {other.source}"
+    return PlacementError(
+        f"several loops {where} run over as many layers, one after the other, and each stage would need layers of all of them: "
+        "unroll one of them, or plan without the axis 'stage'"
+    )
 
 
 def _balanced(cost: Floats, places: Ints, count: int) -> Ints:
@@ -215,6 +228,10 @@ def _outer(program: Program, loop: Op, inner: Mapping[int, int]) -> dict[int, in
     ops = [op for op in program.ops if op is not loop and op.id not in free]
     stage: dict[int, int] = {}
     for op in ops:  # forwards: the gradients' stages
+        if (part := part_in(op.scope)) is not None:
+            stage[op.id] = part
+            known.update(dict.fromkeys(op.outputs, part))
+            continue
         own = [(program.tensors[t].size, -n, known[t]) for n, t in enumerate(op.tensors) if t in known]
         if own:
             stage[op.id] = max(own)[2]

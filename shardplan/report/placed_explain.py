@@ -43,7 +43,9 @@ def explanations_of(plan: PlacedData | PlanData, path: str | None = None) -> dic
     if path is None:
         hits = [""]
     else:
-        hits = [path] if path in known else [p for p in known if p and fnmatch.fnmatchcase(p, path)]
+        arrays: Mapping[str, str] = plan.array_of if isinstance(plan, PlacedData) else dict[str, str]()
+        hits = [p for p in known if p and path in (p, arrays.get(p))]
+        hits = hits or [p for p in known if p and fnmatch.fnmatchcase(p, path)]
     if not hits:
         raise ShardplanError(unknown(path or "", [p for p in known if p]))
     return {p: known[p] for p in hits}

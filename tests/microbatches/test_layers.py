@@ -115,7 +115,7 @@ def test_two_loops_over_as_many_layers_are_an_error() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
 
     state = {"encoder": weights()["blocks"], "decoder": weights()["blocks"]}
-    with pytest.raises(PlacementError, match=r"the loops over layers at .*test_layers.py:38.* follow each other"):
+    with pytest.raises(PlacementError, match=r"several loops at .*test_layers.py:38.* run over as many layers"):
         shardplan.plan(step, state, jnp.ones((BATCH, WIDTH)), cluster="2", microbatches=2, axes={"stage": 2})
 
 
@@ -161,3 +161,96 @@ def test_a_saved_plan_has_the_same_parts(tmp_path: Any) -> None:
     assert again.specs_by_path == plan.specs_by_path
     assert again.placed.layers is not None
     assert again.placed.layers == plan.placed.layers
+
+
+def residual(w: Tree, x: jax.Array) -> jax.Array:
+    """Its bias is broadcast over the batch, as people write it."""
+    return jax.lax.scan(lambda h, own: (h + jnp.tanh(h @ own["up"]) * own["scale"] + own["bias"], None), x, w)[0]
+
+
+def descended(w: Tree, gradients: Tree) -> Tree:
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients)
+
+
+def only_layers(w: Tree, x: jax.Array) -> Any:
+    value, gradients = jax.value_and_grad(lambda w: jnp.mean(residual(w, x) ** 2))(w)
+    return descended(w, gradients), value
+
+
+def rates_of_layers(state: tuple[Tree, jax.Array], x: jax.Array) -> Any:
+    w, rates = state
+    value, gradients = jax.value_and_grad(lambda w: jnp.mean(residual(w, x) ** 2))(w)
+    after = {k: w[k] - rates.reshape(-1, *[1] * (w[k].ndim - 1)) * g for k, g in gradients.items()}
+    return (after, rates * 0.9), value
+
+
+def counters_of_layers(state: tuple[Tree, jax.Array], x: jax.Array) -> Any:
+    w, value = only_layers(state[0], x)
+    return (w, state[1] + 1), value
+
+
+def an_unused_array(state: tuple[Tree, jax.Array], x: jax.Array) -> Any:
+    value, gradients = jax.value_and_grad(lambda s: jnp.mean(residual(s[0], x) ** 2))(state)
+    return descended(state, gradients), value
+
+
+def frozen_layers(state: tuple[Tree, Tree], x: jax.Array) -> Any:
+    w, frozen = state
+    value, gradients = jax.value_and_grad(lambda w: jnp.mean(residual({**frozen, "bias": w["bias"]}, x) ** 2))(w)
+    return (descended(w, gradients), frozen), value
+
+
+def stacked(layers: int) -> Tree:
+    draw = jax.random.normal
+    return {
+        "up": draw(jax.random.key(0), (layers, WIDTH, WIDTH)) / 3,
+        "scale": jnp.full((layers,), 0.5),
+        "bias": draw(jax.random.key(1), (layers, WIDTH)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "state"),
+    [
+        (only_layers, stacked(4)),
+        (rates_of_layers, (stacked(4), jnp.full((4,), 0.1))),
+        (counters_of_layers, (stacked(4), jnp.arange(4))),
+        (an_unused_array, (stacked(4), jnp.ones((4, 3)))),
+        (frozen_layers, ({"bias": stacked(4)["bias"]}, stacked(4))),
+    ],
+    ids=["layers", "rates", "counters", "unused", "frozen"],
+)
+def test_every_array_of_layers_lies_in_all_stages(step: Any, state: Any) -> None:
+    args = state, jax.random.normal(jax.random.key(2), (BATCH, WIDTH))
+    plan: Any = shardplan.plan(step, *args, cluster="2", microbatches=2, axes={"stage": 2}, donate_argnums=0)
+    assert sum(path.endswith("[0:2]") for path in plan.group_of) == len(jax.tree.leaves(state))
+    assert all(group == path.endswith("[2:4]") for path, group in plan.group_of.items() if path != "x")
+    found = verify(plan, step, args, steps=2)
+    assert found.passed, found
+
+
+def test_as_many_layers_as_other_dims_are_told_apart() -> None:
+    def step(w: Tree, x: jax.Array) -> Any:
+        def loss(w: Tree) -> jax.Array:
+            return jnp.mean((residual(w["blocks"], x @ w["first"]) @ w["last"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(w)
+        return descended(w, gradients), value
+
+    w = {"first": jnp.eye(WIDTH), "blocks": stacked(WIDTH), "last": jnp.eye(WIDTH) / 2}
+    args = w, jax.random.normal(jax.random.key(2), (BATCH, WIDTH))
+    plan: Any = shardplan.plan(step, *args, cluster="2", microbatches=2, axes={"stage": 2}, donate_argnums=0)
+    assert {path.partition("[")[0] for path in plan.group_of if "[" in path} == {"w/blocks/bias", "w/blocks/scale", "w/blocks/up"}
+    assert verify(plan, step, args, steps=1).passed
+
+
+def test_a_loop_from_the_last_layer_to_the_first_is_an_error() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            return jnp.mean(jax.lax.scan(lambda h, own: (jnp.tanh(h @ own), None), x, w, reverse=True)[0] ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    with pytest.raises(PlacementError, match="runs from the last layer to the first"):
+        shardplan.plan(step, stacked(4)["up"], jnp.ones((BATCH, WIDTH)), cluster="2", microbatches=2, axes={"stage": 2})

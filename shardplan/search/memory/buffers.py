@@ -155,7 +155,7 @@ class Buffers:
             elif slot.result:  # a reduction that keeps the size is done in place
                 moved &= local[at][:, None] != local[states][None, :]
             else:  # an operand that is resharded at no cost takes no memory of its own
-                moved &= self._problem.prices(shape, whole, domains[slot.variable])[:, at].T > 0
+                moved &= self._problem.pricer.prices(shape, whole, domains[slot.variable])[:, at].T > 0
             held[slot.variable] += np.where(moved, size, 0.0)
         return held
 

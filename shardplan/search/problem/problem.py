@@ -243,7 +243,7 @@ class Problem:
         return seconds_of(sum(t.constant + self.store.tables[t.table].item() for t in terms))
 
     def tidy(self) -> None:
-        """Frees what is large and can be computed again. Nobody may hold the tables of an elimination meanwhile."""
+        """Frees what is large and can be computed again. Nobody may hold an elimination's tables meanwhile."""
         self.pricer.tidy()
         self.store.tidy()
 
@@ -254,12 +254,6 @@ class Problem:
         for (n, slot), v in sorted(self.coarse.read.items()):
             result.setdefault((v, self.graph.nodes[n].inputs[slot]), self.graph.nodes[n].op.source)
         return result
-
-    # -- strategies ------------------------------------------------------------------------------------------------
-
-    def prices(self, shape: tuple[int, ...], nbytes: int, states: Domain, *, into: bool = False) -> NDArray[np.float64]:
-        """[len(states), S]: `Resharder.prices`, memoised."""
-        return self.pricer.prices(shape, nbytes, states, into=into)
 
     # -- terms -----------------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ def residual(w: Tree, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda h, own: (h + jnp.tanh(h @ own["up"]) * own["scale"] + own["bias"], None), x, w)[0]
 
 
-def descended(w: Tree, gradients: Tree) -> Tree:
+def descended(w: Any, gradients: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients)
 
 

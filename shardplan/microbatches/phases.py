@@ -17,7 +17,7 @@ from shardplan.errors import MicrobatchError
 from shardplan.ir import PAIRS, Collective, Constant, Layout, Reducer, itemsize
 from shardplan.schedule import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Scan, Source, While
 from shardplan.schedule.instructions import blocks_of, results_of
-from shardplan.tdl.kernels import casts
+from shardplan.tdl.kernels import casts, drops_ones
 
 _SUMS = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}
 """A sum over microbatches is whole once it is complete, even if a plan over devices would scatter it."""
@@ -262,8 +262,8 @@ def _only_moves(i: Instruction, *, inside: bool) -> bool:
     if not isinstance(i, Compute) or i.cuts:
         return False
     call = i.node.signature.call
-    if call.primitive == "reduce_sum" and all(call.operands[0][d] == 1 for d in call.params["axes"]):
-        return True  # it drops dims, as the transpose of a broadcast does
+    if drops_ones(call):
+        return True
     if (
         len(call.dtypes) != 1
         or len(call.result_dtypes) != 1

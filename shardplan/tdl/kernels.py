@@ -80,6 +80,11 @@ def _only_resizes(call: Call) -> bool:
             return False
 
 
+def drops_ones(call: Call) -> bool:
+    """Whether a call sums over dims of one element alone, as the transpose of a broadcast may: it moves what it reads."""
+    return call.primitive == "reduce_sum" and all(call.operands[0][d] == 1 for d in call.params["axes"])
+
+
 def casts(call: Call) -> bool:
     """Whether a call gives its operand, element by element, another dtype."""
     return call.primitive == "convert_element_type" and call.dtypes != call.result_dtypes

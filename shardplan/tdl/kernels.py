@@ -82,7 +82,10 @@ def _only_resizes(call: Call) -> bool:
 
 def drops_ones(call: Call) -> bool:
     """Whether a call sums over dims of one element alone, as the transpose of a broadcast may: it moves what it reads."""
-    return call.primitive == "reduce_sum" and all(call.operands[0][d] == 1 for d in call.params["axes"])
+    if call.primitive != "reduce_sum":
+        return False
+    axes: Sequence[int] = call.params["axes"]
+    return all(call.operands[0][d] == 1 for d in axes)
 
 
 def casts(call: Call) -> bool:

@@ -154,7 +154,7 @@ class LoopSplit:
         for op in program.ops:
             for t in op.tensors if op.id in self.outer else ():
                 homes.setdefault(t, self.outer[op.id])
-        return {t: homes.get(t, 0) for t in program.inputs} | dict(self._loop_results) | self.homes
+        return {**{t: homes.get(t, 0) for t in program.inputs}, **self._loop_results, **self.homes}
 
     @cached_property
     def _loop_results(self) -> Mapping[int, int]:

@@ -42,6 +42,7 @@ class Issued:
 
     ``tensor`` is the tensor that it moves, ``source`` the user's source line ("loop" for a loop's boundary), ``along`` those of
     all others in the same bundle, ``pool`` what it can travel with. ``sends`` are its instructions; the search has none yet.
+    ``again``: the backward pass moves the tensor again, behind a barrier, though the forward pass has moved it.
     """
 
     step: Step
@@ -55,6 +56,7 @@ class Issued:
     along: tuple[tuple[int, str], ...] = ()
     pool: str = ""
     sends: tuple[Send, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardplan.collectives.step import BUNDLED, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
+from shardplan.graph.equal_values import equal_values
 from shardplan.planning.scheduled import scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.problem.problem import Domain
@@ -53,16 +54,18 @@ class Fastest:
         self._look(list(_rivals(self.session, self)))
 
     def _look(self, others: Iterable[tuple[float, Session]]) -> None:
-        """Schedules sessions, the most promising first, given with bounds on their seconds, as long as one may be faster."""
+        """Schedules sessions that fit, given with bounds on their seconds, the most promising first, while one may be faster."""
         for least_s, other in sorted(others, key=lambda row: row[0]):
             if least_s >= self.run.step_time_s * (1 - CONSTANTS.least_gain) or self.late():
                 return
+            if not other.solution.fits(other.memory_limit):
+                continue
             if (run := scheduled(other)).step_time_s < self.run.step_time_s * (1 - CONSTANTS.least_gain):
                 self.session, self.run = other, run
 
 
 def _rivals(session: Session, fastest: Fastest) -> Iterator[tuple[float, Session]]:
-    """The baselines that fit and that the pins allow, with bounds on their seconds, until it is late."""
+    """The baselines that the pins allow, with bounds on their seconds, until it is late."""
     domains = pinned_domains(session.problem, session.pins)
     seen = {_identity(session.solution)}
     for restriction in session.rivals.restrictions:
@@ -72,7 +75,7 @@ def _rivals(session: Session, fastest: Fastest) -> Iterator[tuple[float, Session
             if (same := _identity(solution)) in seen:
                 continue
             seen.add(same)
-            if solution.fits(session.memory_limit) and _within(solution.states, domains):
+            if _within(solution.states, domains):
                 rival = session.at(replace(solution, name=session.solution.name))
                 yield _at_least_s(rival), rival
 
@@ -89,13 +92,14 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """A lower bound, but for equal ops (run once in a schedule), on the step of a solution as scheduled.
+    """A lower bound on the step of a solution as scheduled, but for values that only the schedule finds equal (less a zero).
 
-    All of its communication hides, readers that move a value alike share one move, and collectives that may travel together fill
-    their bundles.
+    All of its communication hides, equal values that are moved alike are moved once (but again in the backward pass, where a
+    barrier keeps both apart), and collectives that may travel together fill their bundles.
     """
-    resharder, decisions = session.problem.resharder, session.decisions
-    moved = {(i.tensor, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}
+    problem, resharder, decisions = session.problem, session.problem.resharder, session.decisions
+    equal = problem.coarse.once(equal_values, lambda: equal_values(problem.graph))
+    moved = {(equal[i.tensor], i.again, i.step.kind, i.step.before, i.step.after, i.times): i for i in decisions.issued}
     together: dict[tuple[StepKind, tuple[int, ...], float], float] = {}  # bytes by collective and executions
     communication_s = 0.0
     for i in moved.values():
@@ -107,6 +111,6 @@ def _at_least_s(session: Session) -> float:
     for (kind, over, times), nbytes in together.items():
         bundles = max(1.0, nbytes / resharder.full_bytes(kind, over))
         communication_s += times * bundles * resharder.seconds(kind, over, nbytes / bundles)
-    if not session.problem.objective.overlaps:
+    if not problem.objective.overlaps:
         return decisions.host_s + decisions.compute_s + communication_s
     return decisions.host_s + step_s(decisions.compute_s, 0.0, communication_s, decisions.contention)

@@ -16,7 +16,7 @@ from shardplan.collectives.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.graph import Node
 from shardplan.ir import PAIRS, Collective, Constant, Layout, Op, Program, Reducer, Use, Where
-from shardplan.schedule.cuts import following_cuts, operand_layouts, planned_cuts, reducer_of, taking, whole_layout
+from shardplan.schedule.cuts import Cuts, operand_layouts, reducer_of, taking, whole_layout
 from shardplan.schedule.frame import Frame, Later, only_empty, waiting
 from shardplan.schedule.instructions import (
     Block,
@@ -36,7 +36,7 @@ class Builder:
     """Spells out programs and bodies for a planned step; `shardplan.schedule.spelling` uses it."""
 
     def __init__(self, planned: PlannedProgram) -> None:
-        self.planned, self.graph = planned, planned.graph
+        self.planned, self.graph, self.cuts = planned, planned.graph, Cuts(planned.sizes)
         self.count = 0
         self.arguments: frozenset[int] = frozenset()
         self.layouts: dict[int, Layout | None] = {}
@@ -76,7 +76,7 @@ class Builder:
         key = (local, layout)
         if key in frame.free:
             return frame.free[key]
-        inside = None if layout is None or layout.partial else following_cuts(node, layout, self.planned.sizes)
+        inside = None if layout is None or layout.partial else self.cuts.following(node, layout)
         cuts = inside or ()
         wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
@@ -131,7 +131,7 @@ class Builder:
             return
         layouts = [self.layout(frame, t) for t in op.outputs]
         layout = next((at for at in layouts if at is not None), None)
-        cuts = () if layout is None else following_cuts(node, layout, self.planned.sizes)
+        cuts = () if layout is None else self.cuts.following(node, layout)
         inputs, whole = self.read(frame, node, cuts or (), None)
         results = tuple(self.new() for _ in op.outputs)
         frame.out.append(Compute(node, tuple(inputs), results, taking(cuts or (), whole), op.acts))
@@ -156,14 +156,13 @@ class Builder:
 
     def used(self, frame: Frame, node: Node, use: Use) -> None:
         """An op that is cut as a plan says: operands moved to where it needs them, results to where they are stored."""
-        op, sizes = node.op, self.planned.sizes
-        cuts = planned_cuts(node, use, sizes)
+        op, cuts = node.op, self.cuts.planned(node, use)
         inputs, whole = self.read(frame, node, cuts, use)
-        terms = {i: need.partial for i, need in enumerate(use.needs) if need is not None}
-        cuts = tuple(
-            replace(c, terms=frozenset(i for i, fs in terms.items() if not set(fs).isdisjoint(c.factors)))
-            for c in taking(cuts, whole)
-        )
+        cuts = taking(cuts, whole)
+        if terms := {i: need.partial for i, need in enumerate(use.needs) if need is not None and need.partial}:
+            cuts = tuple(
+                replace(c, terms=frozenset(i for i, fs in terms.items() if not set(fs).isdisjoint(c.factors))) for c in cuts
+            )
         reducer = reducer_of(node, use)
         paired = reducer in PAIRS
         results = tuple(self.new() for _ in range(len(op.outputs) + paired))
@@ -180,19 +179,20 @@ class Builder:
 
     def read(self, frame: Frame, node: Node, cuts: Sequence[Cut], use: Use | None) -> tuple[list[Source], set[int]]:
         """The operands of an op with these cuts, moved as ``use`` says, and the slots of those that every device has whole."""
-        wanted = operand_layouts(node, cuts, self.planned.names)
         inputs: list[Source] = []
         whole: set[int] = set()
         for slot, i in enumerate(node.op.inputs):
             value = frame.values[i] if isinstance(i, int) else i
             if isinstance(value, Later):
                 assert isinstance(i, int)
-                value = self.force(frame, i, value, wanted[slot])
-                whole |= {slot} if wanted[slot] is None else set()
+                wanted = operand_layouts(node, cuts, self.planned.names)[slot]
+                value = self.force(frame, i, value, wanted)
+                whole |= {slot} if wanted is None else set()
             elif not isinstance(i, int) or (self.layout(frame, i) if use is None else use.needs[slot]) is None:
                 whole.add(slot)
                 if node.signature.manual is not None and isinstance(i, int):
-                    value = self.move(frame, value, frame.ids[i], None, wanted[slot], node.op.source)
+                    wanted = operand_layouts(node, cuts, self.planned.names)[slot]
+                    value = self.move(frame, value, frame.ids[i], None, wanted, node.op.source)
             elif use is not None:
                 value = self.operand(frame, node, use, slot, i)
             inputs.append(value)

@@ -11,14 +11,31 @@ from shardplan.ir import Layout, Reducer, Split, Use
 from shardplan.schedule.instructions import Cut
 
 
-def planned_cuts(node: Node, use: Use, sizes: Sequence[int]) -> tuple[Cut, ...]:
-    """The cuts of a use, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
-    over = {v: tuple(f for f, at in enumerate(use.loops) if at == v) for v in use.loops if v >= 0}
-    return _cuts(node, over, sizes)
+class Cuts:
+    """The cuts of ops over factors of these ``sizes``; equal ops that are cut alike are worked out once."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._planned: dict[tuple[int, tuple[int, ...]], tuple[Cut, ...]] = {}
+        self._following: dict[tuple[int, Layout], tuple[Cut, ...] | None] = {}
+
+    def planned(self, node: Node, use: Use) -> tuple[Cut, ...]:
+        """The cuts of a use, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
+        key = node.signature.id, use.loops
+        if key not in self._planned:
+            over = {v: tuple(f for f, at in enumerate(use.loops) if at == v) for v in use.loops if v >= 0}
+            self._planned[key] = _cuts(node, over, self._sizes)
+        return self._planned[key]
+
+    def following(self, node: Node, layout: Layout) -> tuple[Cut, ...] | None:
+        """The cuts of an op whose results are made in a layout; None for one that cannot make them so, and runs whole."""
+        key = node.signature.id, layout
+        if key not in self._following:
+            self._following[key] = _following(node, layout, self._sizes)
+        return self._following[key]
 
 
-def following_cuts(node: Node, layout: Layout, sizes: Sequence[int]) -> tuple[Cut, ...] | None:
-    """The cuts of an op whose results are made in a layout; None for one that cannot make them so, and runs whole."""
+def _following(node: Node, layout: Layout, sizes: Sequence[int]) -> tuple[Cut, ...] | None:
     signature, description = node.signature, node.signature.description
     if description is None or not (signature.aligned or signature.resizes):
         return None
@@ -43,7 +60,7 @@ def _cuts(node: Node, over: Mapping[int, tuple[int, ...]], sizes: Sequence[int])
 
 def taking(cuts: Sequence[Cut], whole: set[int]) -> tuple[Cut, ...]:
     """The cuts, where these operands are whole on every device."""
-    return tuple(replace(c, whole=frozenset(whole)) for c in cuts)
+    return tuple([replace(c, whole=frozenset(whole)) for c in cuts]) if whole else tuple(cuts)
 
 
 def operand_layouts(node: Node, cuts: Sequence[Cut], names: Sequence[str]) -> list[Layout | None]:

@@ -49,6 +49,7 @@ class BlockWindows:
 
     def __init__(self, block: Block, op_s: Sequence[float]) -> None:
         self._block, self._op_s = block, op_s
+        self._of: dict[tuple[int, ...], float] = {}
 
     @cached_property
     def _read(self) -> tuple[Mapping[int, Sequence[int]], Sequence[Sequence[int]]]:
@@ -78,6 +79,12 @@ class BlockWindows:
 
     def of(self, places: Sequence[int]) -> float:
         """The window of the movements at these places if they travel together: seconds of compute in one execution."""
+        key = tuple(places)
+        if key not in self._of:
+            self._of[key] = self._window(places)
+        return self._of[key]
+
+    def _window(self, places: Sequence[int]) -> float:
         readers, waits_for = self._read
         makers = {maker for at in places for maker in waits_for[at]}
         results = [value for at in places for value in results_of(self._block.instructions[at])]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
 import shardplan
 from models import gpt, mlp
-from shardplan.planning.choose import Fastest
+from shardplan.ir import Collective
+from shardplan.planning.choose import Fastest, _at_least_s
 from shardplan.planning.scheduled import scheduled
 from tests.fuzz.generate import program
 from tests.fuzz.program import make
@@ -39,6 +42,7 @@ def test_the_plan_is_the_fastest_as_scheduled() -> None:
 def test_no_baseline_that_fits_is_faster_than_the_plan(sizes: dict[str, int], cluster: str) -> None:
     step, args = gpt.train_step(**sizes)
     plan = shardplan.plan(step, *args, cluster=cluster, factors={}, donate_argnums=0)
+    _check_bounds(plan, near=0.7)
     fitting = [b.step_time_s for b in plan.baselines if b.fits]
     assert fitting
     assert plan.step_time_s <= min(fitting) * (1 + 1e-6)
@@ -52,3 +56,28 @@ def test_no_baseline_that_fits_is_faster_than_the_plan_of_a_random_program(seed:
     slower = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s < plan.step_time_s * (1 - 1e-6)}
     assert plan.baselines
     assert not slower
+    _check_bounds(plan)
+
+
+def _check_bounds(plan: shardplan.Plan, near: float = 0.0) -> None:
+    """No baseline is left out that would be faster as scheduled, and half of the bounds are ``near``."""
+    session = plan.session
+    rivals = [session.at(s) for s in session.rivals.solutions]
+    parts = [_at_least_s(rival) / scheduled(rival).step_time_s for rival in rivals]
+    assert max(parts) <= 1 + 1e-9
+    assert statistics.median(parts) > near
+
+
+def test_a_weight_gathered_again_is_counted_again() -> None:
+    """FSDP gathers each matrix in both passes, and a schedule does so twice."""
+    step, args = gpt.train_step(layers=2, width=1024, sequence=256, batch=32)
+    session = shardplan.plan(step, *args, cluster="2x4", factors={}, donate_argnums=0).session
+    fsdp = next(session.at(s) for s in session.rivals.solutions if s.name == "FSDP")
+    issued = [i for i in fsdp.decisions.issued if i.step.kind == Collective.ALL_GATHER]
+    again = {i.tensor for i in issued if i.again}
+    assert len(again) >= 8  # four matrices of each layer
+    assert again <= {i.tensor for i in issued if not i.again}
+    sent = [
+        t for i in scheduled(fsdp).issued if i.step.kind == Collective.ALL_GATHER for t in (i.tensor, *(t for t, _ in i.along))
+    ]
+    assert all(sent.count(t) == 2 for t in again)

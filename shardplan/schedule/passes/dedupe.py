@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 
+from shardplan.graph.equal_values import content
 from shardplan.graph.nodes import Signature
 from shardplan.ir import Constant
 from shardplan.schedule.instructions import (
@@ -97,22 +98,12 @@ def _key(instruction: Instruction) -> tuple[object, ...] | None:
         case Compute():
             if not instruction.node.op.repeatable:
                 return None
-            return "compute", instruction.node.signature.id, tuple(map(_plain, instruction.inputs)), instruction.cuts
+            return "compute", instruction.node.signature.id, tuple(map(content, instruction.inputs)), instruction.cuts
         case Move():
             return "move", instruction.source, instruction.before, instruction.after, instruction.reducer, instruction.extreme
         case Fill(value=Constant() as value):
-            return "fill", _plain(value)
+            return "fill", content(value)
         case Barrier():
             return "barrier", instruction.values
         case _:
             return None
-
-
-def _plain(source: Source) -> object:
-    """A value by its number, a literal by its type and content; random keys are equal only to themselves."""
-    if not isinstance(source, Constant):
-        return source
-    if source.dtype.startswith("key"):
-        return source.dtype, id(source.value)
-    array = np.asarray(source.value)
-    return source.dtype, array.shape, array.tobytes()

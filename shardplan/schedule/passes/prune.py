@@ -130,10 +130,10 @@ def _acts(block: Block) -> bool:
 
 def reads(instruction: Instruction) -> set[int]:
     """The values that an instruction reads, those that its bodies read from outside included."""
+    if isinstance(instruction, Compute):  # nearly all are
+        return {s for s in instruction.inputs if not isinstance(s, Constant)}
     sources: list[Source] = []
     match instruction:
-        case Compute():
-            sources += instruction.inputs
         case Move():
             sources += [instruction.source, *([instruction.extreme] if instruction.extreme is not None else [])]
         case Bundle():

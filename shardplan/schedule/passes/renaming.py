@@ -43,14 +43,16 @@ class Renaming:
 
     def renamed(self, instruction: Instruction) -> Instruction:
         """An instruction on values by their new names."""
-        sources = lambda own: tuple(self.source(s) for s in own)  # noqa: E731
+        sources = lambda own: tuple([self.source(s) for s in own])  # noqa: E731
         match instruction:
             case Compute():
                 inputs = sources(instruction.inputs)
                 return instruction if inputs == instruction.inputs else replace(instruction, inputs=inputs)
             case Move():
-                extreme = None if instruction.extreme is None else self.number(instruction.extreme)
-                return replace(instruction, source=self.number(instruction.source), extreme=extreme)
+                source, extreme = self.number(instruction.source), instruction.extreme
+                extreme = None if extreme is None else self.number(extreme)
+                same = (source, extreme) == (instruction.source, instruction.extreme)
+                return instruction if same else replace(instruction, source=source, extreme=extreme)
             case Bundle():
                 return replace(instruction, moves=tuple(replace(m, source=self.number(m.source)) for m in instruction.moves))
             case Reblock() | HostCopy():

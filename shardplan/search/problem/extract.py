@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import assert_never
 
 import numpy as np
@@ -41,7 +42,7 @@ class Decisions(StepCost):
     kept: frozenset[int]
 
 
-@dataclass(slots=True)
+@dataclass
 class Extractor:
     """Turns solutions of one problem into decisions. Equal ops in equal layouts are worked out once."""
 
@@ -72,9 +73,13 @@ class Extractor:
         problem, coarse = self.problem, self.problem.coarse
         states = solution.states
         layouts: list[Layout | None] = []
+        of_shape: dict[tuple[int, tuple[int, ...]], Layout] = {}
         for t, v in zip(problem.graph.tensors, coarse.of, strict=True):
-            layouts.append(None if v == FREE else problem.resharder.layout(t.shape, states[v]))
+            if v != FREE and (v, t.shape) not in of_shape:
+                of_shape[v, t.shape] = problem.resharder.layout(t.shape, states[v])
+            layouts.append(None if v == FREE else of_shape[v, t.shape])
         issued: list[Issued] = []
+        forward: set[tuple[int, Layout, Layout]] = set()  # (tensor, before, after) of what the forward pass moves
         uses: dict[int, Use] = {}
         compute_s = host_s = 0.0
         for summand in problem.summands:
@@ -83,7 +88,7 @@ class Extractor:
                     node = problem.graph.nodes[summand.at]
                     use = uses[node.id] = self._use(node, states, solution.limits.of(node.id) if solution.limits else None)
                     compute_s += use.compute_s * summand.weight
-                    self._operand_steps(node, use, states, issued)
+                    self._operand_steps(node, use, states, issued, forward)
                 case "interior":
                     compute_s += inside_s(problem, summand, states)
                 case "host":
@@ -139,12 +144,11 @@ class Extractor:
     def _use(self, node: Node, states: tuple[int, ...], allowed: Allowed | None) -> Use:
         problem, coarse = self.problem, self.problem.coarse
         scope, slots, free = problem.ops.slots(node)
-        domains = tuple((states[v],) for v in scope)
-        late = problem.ops.deferring.get(node.id)
-        key = (node.costed.id, slots, domains, allowed, late)
+        key = problem.ops.key(node.id), tuple([states[v] for v in scope]), allowed
         found = self._uses.get(key)
         if found is not None:
             return found
+        domains, late = tuple((states[v],) for v in scope), problem.ops.deferring.get(node.id)
         options = problem.ops.options(node, allowed)
         base, columns = problem.pricer.strategy_costs(node.costed, slots, free, domains, allowed, late=late)
         total = base + sum(c[:, 0] for c in columns)
@@ -162,7 +166,14 @@ class Extractor:
         found = self._uses[key] = Use(tuple(options.loops[best].tolist()), needs, gives, stored, float(options.compute_s[best]))
         return found
 
-    def _operand_steps(self, node: Node, use: Use, states: tuple[int, ...], issued: list[Issued]) -> None:
+    def _operand_steps(
+        self,
+        node: Node,
+        use: Use,
+        states: tuple[int, ...],
+        issued: list[Issued],
+        forward: set[tuple[int, Layout, Layout]],
+    ) -> None:
         moves = self._moves.get(id(use))  # `_uses` keeps every use alive, so no id is reused
         if moves is None:
             moves = self._moves[id(use)] = self._moved(node, use, states)
@@ -171,7 +182,11 @@ class Extractor:
             tensor = node.outputs[slot] if result else node.inputs[slot]
             known = (windows.results if result else windows.operands).get((node.id, slot), NO_WINDOW)
             window = NO_WINDOW if result and use.stored[slot] is None else known
-            self._add(issued, steps, node.weight, tensor, node.op.source, window)
+            move = tensor, steps[0].before, steps[-1].after
+            if not result and not node.backward:
+                forward.add(move)
+            again = not result and node.backward and move in forward and self._may_wait(node, tensor)
+            self._add(issued, steps, node.weight, tensor, node.op.source, window, again=again)
         issued.extend(self._issued(s, s.seconds, node.weight, node.inputs[0], node.op.source) for s in self._halos(node, use))
 
     def _moved(self, node: Node, use: Use, states: tuple[int, ...]) -> tuple[_Moves, ...]:
@@ -196,7 +211,16 @@ class Extractor:
         return problem.pricer.halo_steps(node.signature, use.loops) if problem.ops.options(node).halo_s.any() else ()
 
     def _issued(
-        self, step: Step, seconds: float, times: float, tensor: int, source: str, hideable_s: float = 0.0, pool: str = ""
+        self,
+        step: Step,
+        seconds: float,
+        times: float,
+        tensor: int,
+        source: str,
+        hideable_s: float = 0.0,
+        pool: str = "",
+        *,
+        again: bool = False,
     ) -> Issued:
         ways = math.prod(self.problem.sizes[f] for f in step.factors)
         return Issued(
@@ -208,7 +232,22 @@ class Extractor:
             source=source,
             hideable_s=hideable_s,
             pool=pool,
+            again=again,
         )
+
+    @cached_property
+    def _held_back(self) -> frozenset[tuple[int, int]]:
+        """The (backward view, tensor) each of whose readers may wait."""
+        read: dict[tuple[int, int], bool] = {}
+        for (n, slot), v in self.problem.coarse.read.items():
+            node = self.problem.graph.nodes[n]
+            key = v, node.inputs[slot]
+            read[key] = read.get(key, True) and self._may_wait(node, node.inputs[slot])
+        return frozenset(key for key, tied in read.items() if tied)
+
+    def _may_wait(self, node: Node, tensor: int) -> bool:
+        """Whether an op has another operand, to which a schedule ties the move of a tensor that it reads."""
+        return any(t >= 0 and t != tensor and self.problem.coarse.of[t] != FREE for t in node.inputs)
 
     def _view_steps(self, summand: Summand, solution: Solution, issued: list[Issued]) -> None:
         problem, states, v = self.problem, solution.states, summand.at
@@ -218,7 +257,8 @@ class Extractor:
             tensor = problem.graph.tensors[t]
             before, after = (problem.resharder.layout(tensor.shape, states[u]) for u in (origin, v))
             steps = self.programs.between(tensor.shape, tensor.nbytes, before, after)
-            self._add(issued, steps, times, t, problem.view_sources[v, t], problem.view_window[v])
+            again = variable.kind == "backward" and v not in solution.keep and (v, t) in self._held_back
+            self._add(issued, steps, times, t, problem.view_sources[v, t], problem.view_window[v], again=again)
 
     def _link_steps(self, summand: Summand, states: tuple[int, ...], issued: list[Issued]) -> None:
         problem, link = self.problem, self.problem.graph.links[summand.at]
@@ -237,19 +277,21 @@ class Extractor:
         tensor: int,
         source: str,
         window: Window,
+        *,
+        again: bool = False,
     ) -> None:
         if len(steps) == 1 and steps[0].kind != Collective.SLICE:
             moved = self.problem.graph.tensors[tensor]
             read = self.problem.windows.read(tensor)
             seconds, hidden = self.problem.pricer.issued(moved.shape, moved.nbytes, steps[0], window, read)
-            issued.append(self._issued(steps[0], seconds, times, tensor, source, hidden, window.pool))
+            issued.append(self._issued(steps[0], seconds, times, tensor, source, hidden, window.pool, again=again))
             return
         window_s = window.seconds
         for step in steps:
             if step.kind != Collective.SLICE:
                 hidden = min(step.seconds, window_s)
                 window_s -= hidden
-                issued.append(self._issued(step, step.seconds, times, tensor, source, hidden))
+                issued.append(self._issued(step, step.seconds, times, tensor, source, hidden, again=again))
 
 
 def inside_s(problem: Problem, summand: Summand, states: Sequence[int]) -> float:

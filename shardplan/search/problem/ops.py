@@ -48,6 +48,8 @@ class Ops:
         self._tables: dict[tuple[object, ...], _Columns] = {}
         self._opened: dict[tuple[int, tuple[int, ...]], Mapping[int, int]] = {}
         self._least: dict[tuple[object, ...], Costs] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._keys: dict[int, int] = {}
 
     def slots(self, node: Node) -> Slots:
         """The variables of an op's operands and results."""
@@ -135,13 +137,16 @@ class Ops:
             total = np.minimum(total + self._least[key], BIG)
         return total
 
-    def key(self, n: int) -> tuple[object, ...]:
+    def key(self, n: int) -> int:
         """Equal for ops that cost the same in the same layouts of their variables, if no limit tells them apart."""
-        node = self._graph.nodes[n]
-        return node.costed.id, node.weight, self._slots[n][1], self.deferring.get(n)
+        if n not in self._keys:
+            node = self._graph.nodes[n]
+            own = node.costed.id, node.weight, self._slots[n][1], self.deferring.get(n)
+            self._keys[n] = self._numbers.setdefault(own, len(self._numbers))
+        return self._keys[n]
 
     def _key(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> tuple[object, ...]:
-        return *self.key(n), limits.of(n) if limits else None, tuple(domains[v] for v in self._slots[n][0])
+        return self.key(n), limits.of(n) if limits else None, tuple([domains[v] for v in self._slots[n][0]])
 
     def _columns(self, n: int, domains: Sequence[Domain], limits: Limits | None) -> list[Costs]:
         node, (scope, slots, free) = self._graph.nodes[n], self._slots[n]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -29,6 +28,7 @@ from shardplan.search.problem.composite_strategies import Groups
 from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds, seconds_of
 from shardplan.search.problem.host_copies import host_copies
 from shardplan.search.problem.interiors import Inside, interiors
+from shardplan.search.problem.op_classes import OpClasses
 from shardplan.search.problem.ops import Ops
 from shardplan.search.problem.pricing import Domain, Limits, Pricer
 from shardplan.search.problem.summands import Summand, by_variable, summands_of
@@ -141,6 +141,11 @@ class Problem:
     def around(self) -> Mapping[int, Sequence[Summand]]:
         """The summands that each variable appears in."""
         return by_variable(self.summands)
+
+    @cached_property
+    def op_classes(self) -> OpClasses:
+        """The ops that cost the same in the same variables."""
+        return OpClasses(self.summands, self.ops)
 
     @cached_property
     def scopes(self) -> tuple[tuple[int, ...], ...]:
@@ -266,10 +271,9 @@ class Problem:
         gathered again). ``limits`` restricts the strategies.
         """
         opened = self.ops.opened(domains)
-        summands = self._alike if limits is None or not limits.cuts else [(s, 1) for s in self.summands]
         return [
             term if times == 1 else self._times(term, times)
-            for s, times in summands
+            for s, times in self.op_classes.under(limits).summands
             for term in self._terms_of(s, domains, keep_s or {}, limits, opened)
         ]
 
@@ -310,18 +314,7 @@ class Problem:
 
     def standing_for(self, n: int, limits: Limits | None = None) -> int:
         """The op whose term stands for op ``n`` in `terms`: the first that costs the same in the same variables."""
-        return n if limits is not None and limits.cuts else self._firsts[n]
-
-    @cached_property
-    def _firsts(self) -> Mapping[int, int]:
-        first: dict[tuple[object, ...], int] = {}
-        return {s.at: first.setdefault((s.scope, self.ops.key(s.at)), s.at) for s in self.summands if s.kind == "op"}
-
-    @cached_property
-    def _alike(self) -> Sequence[tuple[Summand, int]]:
-        """The summands, of ops that cost the same in the same variables only the first, each with their number."""
-        times = Counter(self._firsts.values())
-        return [(s, n) for s in self.summands if (n := times[s.at] if s.kind == "op" else 1)]
+        return self.op_classes.under(limits).first[n]
 
     def _times(self, term: Term, times: int) -> Term:
         """The sum of so many equal terms."""

@@ -232,7 +232,7 @@ def test_scopes_are_those_of_the_terms(scan: bool) -> None:
     step, args = gpt.train_step(layers=2, scan=scan)
     problem = steps.problem(step, *args, on=Cluster.load("4"))
     assert {*problem.scopes} == {t.scope for t in problem.terms(problem.domains)}
-    assert sorted(problem.scopes) == sorted(t.scope for t in problem.terms(problem.domains, limits=pricing.Limits(cuts={-1: ()})))
+    assert sorted(problem.scopes) == sorted(s.scope for s, times in problem.op_classes.under(None).summands for _ in range(times))
     # the summands are those of the graph: each op that joins variables, each view, each loop link between layouts
     kinds = Counter(s.kind for s in problem.summands)
     coarse = problem.coarse
@@ -246,6 +246,22 @@ def test_scopes_are_those_of_the_terms(scan: bool) -> None:
     assert kinds["view"] == sum(v.kind != "stored" for v in coarse.variables) > 0
     assert kinds["link"] == sum(a != FREE and (a != b or lift != 0) for a, b, lift in ends)
     assert (kinds["link"] > 0) == scan
+
+
+def test_ops_that_may_not_take_the_same_strategies_are_not_alike() -> None:
+    step, args = gpt.train_step(layers=4)
+    problem = steps.problem(step, *args, on=Cluster.load("4"), one_choice="layers")
+    free = problem.op_classes.under(None)
+    n = next(n for n, first in free.first.items() if first != n)
+    held = pricing.Limits({n: (frozenset({-1}),)})
+    both = pricing.Limits({n: (frozenset({-1}),), free.first[n]: (frozenset({-1}),)})
+    assert problem.standing_for(n, held) == n != problem.standing_for(n) == problem.standing_for(n, both)
+    states = tuple(d[-1] for d in problem.domains)
+    for limits in (None, held, both):
+        each = [problem._terms_of(s, [(at,) for at in states], {}, limits, {}) for s in problem.summands]
+        one_by_one = sum(t.constant + problem.store.tables[t.table].item() for terms in each for t in terms)
+        assert problem.seconds(states, {}, limits) == pytest.approx(one_by_one / 1e12)
+    assert problem.seconds(states, {}, held) > problem.seconds(states, {})
 
 
 @pytest.mark.parametrize("shape", ["4", "2x2"])

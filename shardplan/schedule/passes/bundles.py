@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,9 @@ class _Bundling:
             key = self.key(instruction) if isinstance(instruction, Move) else None
             if key is not None and isinstance(instruction, Move):
                 alone = self.alone(key, instruction, n, windows)
+                if not self.gains(alone, windows):
+                    after[instruction.result] = before
+                    continue
                 group = groups[current[key]] if key in current else None
                 together = None if group is None or before & group.mask else self.together(group, alone, windows)
                 if together is None:
@@ -107,6 +111,13 @@ class _Bundling:
         copied_s = sum(self.copies.ordering_s(move, step) for step in move.steps)
         apart = self.cost(seconds, [place], windows) + copied_s
         return self.packed(key, (move,), (place,), apart, windows)
+
+    def gains(self, alone: _Group, windows: BlockWindows) -> bool:
+        """Whether a move costs less as its part of a full bundle, with its copies into the buffer and out of it, than alone."""
+        step = alone.members[0].steps[0]
+        part_s = self.resharder.bundled_s(step.kind, tuple(sorted(step.over)), step.nbytes, math.inf)
+        copied_s = self.copies.packing_s(self.bundle(alone.members)) - self.copies.device.launch_s
+        return math.isfinite(part_s) and self.cost(part_s, alone.places, windows) + copied_s < alone.apart
 
     def packed(
         self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], apart: float, windows: BlockWindows

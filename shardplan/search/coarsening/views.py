@@ -30,11 +30,13 @@ def add_views(
     The views are appended to ``variables``. Returns the view of each (op, slot) that reads one.
     """
     touched = _touched(graph, of)
-    readers, single = _readers(graph, of, alone)
+    partial = frozenset(t for v in variables if v.deferred for t in v.tensors) - alone
+    readers, single = _readers(graph, of, alone, partial)
     read: dict[tuple[int, int], int] = {}
 
     def add(ts: Sequence[int], uses: Iterable[tuple[Node, int]], kind: Literal["view", "backward"], sibling: int = FREE) -> int:
-        variable = Variable(len(variables), graph.tensors[ts[0]].shape, tuple(ts), kind, of[ts[0]], sibling)
+        deferred = variables[of[ts[0]]].deferred
+        variable = Variable(len(variables), graph.tensors[ts[0]].shape, tuple(ts), kind, of[ts[0]], sibling, deferred)
         variables.append(variable)
         for node, slot in uses:
             read[node.id, slot] = variable.id
@@ -53,8 +55,10 @@ def add_views(
             # the copies of equal layers' weights share one choice, as the weights do
             reader_kinds = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             weight_groups.setdefault((of[t] if one_choice == "layers" else -1 - t, reader_kinds), []).append(t)
-        elif t in alone or (
-            len(touched.get(of[t], ())) > CONSTANTS.view_pieces and not all(_largest(graph, node, t) for node, _ in uses)
+        elif (
+            t in alone
+            or t in partial
+            or (len(touched.get(of[t], ())) > CONSTANTS.view_pieces and not all(_largest(graph, node, t) for node, _ in uses))
         ):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
@@ -71,8 +75,11 @@ def add_views(
     return read
 
 
-def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses, _Uses]:
-    """(the contractions that read each tensor, or all ops if it is ``alone``; the ops that read it and no other tensor)."""
+def _readers(graph: Graph, of: list[int], alone: frozenset[int], partial: frozenset[int]) -> tuple[_Uses, _Uses]:
+    """(the contractions that read each tensor, or all ops if it is ``alone``; the ops that read it and no other tensor).
+
+    A tensor that may stay ``partial`` is read by all ops but those whose results lie as it does: they hand terms on.
+    """
     readers: _Uses = {}
     single: _Uses = {}
     for node in graph.nodes:
@@ -80,7 +87,10 @@ def _readers(graph: Graph, of: list[int], alone: frozenset[int]) -> tuple[_Uses,
         # lookups and convolutions count as contractions; an op that joins many pieces reads them as they are
         skipped = node.signature.elementwise or len(operands) > 3
         for slot, t in enumerate(node.inputs):
-            if t in alone or (t in operands and not skipped and len(operands) > 1):
+            if t in partial:
+                if any(of[r] != of[t] for r in node.outputs):
+                    readers.setdefault(t, []).append((node, slot))
+            elif t in alone or (t in operands and not skipped and len(operands) > 1):
                 readers.setdefault(t, []).append((node, slot))
             elif t in operands and not skipped:
                 single.setdefault(t, []).append((node, slot))

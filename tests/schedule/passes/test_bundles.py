@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from models import gpt
 from shardplan.collectives.issued import StepCost
 from shardplan.ir import Collective
 from shardplan.mesh import Cluster
@@ -68,6 +69,20 @@ def test_small_weights_travel_together(devices: list[Any], spec: Any, kinds: set
     assert plan.step_time_s < plan.searched_s
     found = verify(plan, step, (WEIGHTS, BATCH), steps=2)
     assert found.passed, found
+
+
+def test_biases_travel_together_past_the_matrices_between_them() -> None:
+    """The gradient of a matrix gains nothing in a bundle. It comes between the biases of its layer and of the next, and used to
+    end the bundle of the former.
+    """
+    step, args = gpt.train_step(layers=4, width=768, heads=12, batch=8, sequence=1024, vocabulary=4096)
+    plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0, factors={})
+    scattered = [c for c in plan.collectives if c.kind == Collective.REDUCE_SCATTER]
+    small = [c for c in scattered if c.bytes / (1 + len(c.along)) < 1e6]
+    assert len(small) == 1
+    assert len(small[0].along) > 30
+    assert len(scattered) > 8  # the products' large gradients, each behind the rest of the backward pass
+    assert plan.step_time_s == pytest.approx(plan.searched_s, rel=0.01)
 
 
 def test_what_hides_alone_does_not_wait_for_others(devices: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import assume, given, settings
 
-from models import gpt, mlp
+import shardplan
+from models import gpt, llama, mlp
 from shardplan.mesh import Cluster
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -91,3 +93,16 @@ def test_dims_of_one_element_cost_nothing_and_no_variable() -> None:
     oracle = brute.uncoarsened(problem)
     assert steps.uncoarsened_seconds(problem) <= coarse_seconds(problem) + 1e-10
     assert oracle.seconds(oracle.minimum().states) == pytest.approx(steps.uncoarsened_seconds(problem), rel=1e-6)
+
+
+def test_terms_that_two_ops_read_are_added_up_once() -> None:
+    """The gradient of a norm's result is a partial sum, which two ops of its backward pass read whole."""
+    step, args = llama.train_step(size="8b", scan=True)
+    plan = shardplan.plan(step, *args, cluster="2x8", donate_argnums=0, factors={"gpu": (2, 4)}, memory_limit="1TiB")
+    coarse, issued = plan.session.problem.coarse, plan.session.decisions.issued
+    late = [v for v in coarse.variables if v.kind == "view" and v.deferred]
+    assert late
+    assert all(coarse.variables[v.of].deferred for v in late)
+    reduced = Counter((i.tensor, i.step.before, i.step.after) for i in issued if i.step.before.partial and not i.again)
+    assert set(reduced.values()) == {1}
+    assert plan.step_time_s == pytest.approx(plan.searched_s, rel=0.003)

@@ -115,7 +115,7 @@ def test_layers_that_all_read_each_other_are_planned(layers: int, cluster: str) 
     step, args = nets.all_to_all(layers)
     for machine in (launchless(Cluster.load(cluster)), Cluster.load(cluster)):
         plan = shardplan.plan(step, *args, cluster=machine, donate_argnums=0, factors={}, time_model="sum")
-        assert plan.exact or layers == 10 or (machine.device.instruction_s and plan.gap < 0.03)
+        assert plan.exact or plan.gap < 1e-9 or layers == 10 or (machine.device.instruction_s and plan.gap < 0.03)
         assert plan.lower_bound_s <= plan.step_time_s
         data = plan.completed()
         assert plan.exact == (data.searched_s <= (data.bound_s or 0.0))

@@ -52,7 +52,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Moves that travel together, from these ``places`` in their block; ``mask`` has a bit for each place.
+    """Moves that travel together, from these ``places`` in their block.
 
     ``cost`` is that of their collective with the copies into one buffer and out of it, ``apart`` what they cost one by one, each
     with the copies beside it. Copies never hide.
@@ -61,7 +61,6 @@ class _Group:
     key: _Key
     members: tuple[Move, ...]
     places: tuple[int, ...]
-    mask: int
     nbytes: float
     cost: float
     apart: float
@@ -81,27 +80,28 @@ class _Bundling:
         return replace(block, instructions=tuple(_ordered(instructions, bundles)) if bundles else instructions)
 
     def groups(self, block: Block) -> list[_Group]:
-        """Moves with one key of which none depends on another, until they are full, in the order of the instructions."""
-        after: dict[int, int] = {}  # by value the moves, as a mask, that it depends on
+        """Moves with one key, until they are full, in the order of the instructions. No two groups wait for each other."""
+        after: dict[int, int] = {}  # by value the groups, as a mask, that it depends on
         current: dict[_Key, int] = {}  # the number of the group that takes the next move
         groups: list[_Group] = []
+        waits: list[int] = []  # by group the groups, as a mask, that it waits for
         windows = BlockWindows(block, self.op_s)
         for n, instruction in enumerate(block.instructions):
             before = functools.reduce(operator.or_, (after.get(v, 0) for v in reads(instruction)), 0)
             key = self.key(instruction) if isinstance(instruction, Move) else None
             if key is not None and isinstance(instruction, Move):
                 alone = self.alone(key, instruction, n, windows)
-                if not self.gains(alone, windows):
-                    after[instruction.result] = before
-                    continue
-                group = groups[current[key]] if key in current else None
-                together = None if group is None or before & group.mask else self.together(group, alone, windows)
-                if together is None:
-                    current[key] = len(groups)
-                    groups.append(alone)
-                else:
-                    groups[current[key]] = together
-                before |= 1 << n
+                if self.gains(alone, windows):
+                    g, held = current.get(key), _all_before(before, waits)
+                    together = None if g is None or held >> g & 1 else self.together(groups[g], alone, windows)
+                    if g is None or together is None:
+                        g = current[key] = len(groups)
+                        groups.append(alone)
+                        waits.append(held)
+                    else:
+                        groups[g] = together
+                        waits = [w | held if k == g or w >> g & 1 else w for k, w in enumerate(waits)]
+                    before |= 1 << g
             after.update((v, before) for v in results_of(instruction))
         return [group for group in groups if len(group.members) > 1 and group.cost < group.apart]
 
@@ -123,10 +123,9 @@ class _Bundling:
         self, key: _Key, members: tuple[Move, ...], places: tuple[int, ...], apart: float, windows: BlockWindows
     ) -> _Group:
         """Moves as a group; ``apart`` is what they cost one by one."""
-        mask = sum(1 << place for place in places)
         bundle = self.bundle(members)
         cost = self.cost(bundle.step.seconds, places, windows) + self.copies.packing_s(bundle)
-        return _Group(key, members, places, mask, bundle.step.nbytes, cost, apart)
+        return _Group(key, members, places, bundle.step.nbytes, cost, apart)
 
     def together(self, one: _Group, other: _Group, windows: BlockWindows) -> _Group | None:
         """A group with another move; None if it would be too large, or cost more than the packed group and the move alone."""
@@ -161,20 +160,18 @@ class _Bundling:
         return Bundle(tuple(moves), replace(first, nbytes=nbytes, seconds=seconds, program=program))
 
 
+def _all_before(groups: int, waits: Sequence[int]) -> int:
+    """These groups and all that they wait for, as a mask."""
+    result = groups
+    while groups:
+        low = groups & -groups
+        result |= waits[low.bit_length() - 1]
+        groups ^= low
+    return result
+
+
 def _ordered(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> list[Instruction]:
-    """The instructions with bundles in place of their moves: each as soon as what it reads is there, the earliest first.
-
-    Bundles that wait for each other are taken apart.
-    """
-    while True:
-        found, stuck = _in_turn(instructions, bundles)
-        if stuck is None:
-            return found
-        bundles = [b for b in bundles if b is not stuck]
-
-
-def _in_turn(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> tuple[list[Instruction], Bundle | None]:
-    """The instructions in an order in which each is preceded by what it reads; else a bundle that prevents that."""
+    """The instructions with bundles in place of their moves: each as soon as what it reads is there, the earliest first."""
     of = {move.result: bundle for bundle in bundles for move in bundle.moves}
     nodes: list[Instruction] = []
     for i in instructions:
@@ -196,9 +193,9 @@ def _in_turn(instructions: Sequence[Instruction], bundles: Sequence[Bundle]) -> 
     while ready:
         n = heapq.heappop(ready)
         found.append(nodes[n])
-        waits[n] = -1
         for m in readers[n]:
             waits[m] -= 1
             if not waits[m]:
                 heapq.heappush(ready, m)
-    return found, next((node for n, node in enumerate(nodes) if waits[n] > 0 and isinstance(node, Bundle)), None)
+    assert len(found) == len(nodes), "no bundles wait for each other"
+    return found

@@ -25,7 +25,8 @@ def add_views(
 
     There is no view where it would gain little: where the stored layout serves only these readers, or where the tensor is the
     largest that each of them touches, so that moving the others is cheaper. At worst a copy then is made twice. A tensor in
-    ``alone`` is not stored for its readers: it has a view wherever several ops read it, elementwise ones included.
+    ``alone`` is not stored for its readers: it has a view wherever several ops read it, elementwise ones included. So has a
+    tensor that may stay a partial sum, for the ops that do not lie as it does: they add it up once.
 
     The views are appended to ``variables``. Returns the view of each (op, slot) that reads one.
     """

@@ -32,6 +32,7 @@ def add_views(
     """
     touched = _touched(graph, of)
     partial = frozenset(t for v in variables if v.deferred for t in v.tensors) - alone
+    apart = alone | partial
     readers, single = _readers(graph, of, alone, partial)
     read: dict[tuple[int, int], int] = {}
 
@@ -56,11 +57,7 @@ def add_views(
             # the copies of equal layers' weights share one choice, as the weights do
             reader_kinds = frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             weight_groups.setdefault((of[t] if one_choice == "layers" else -1 - t, reader_kinds), []).append(t)
-        elif (
-            t in alone
-            or t in partial
-            or (len(touched.get(of[t], ())) > CONSTANTS.view_pieces and not all(_largest(graph, node, t) for node, _ in uses))
-        ):
+        elif t in apart or (len(touched.get(of[t], ())) > CONSTANTS.view_pieces and not _always_largest(graph, t, uses)):
             key = of[t], frozenset((node.signature.id, slot, node.backward) for node, slot in uses)
             # the first and the last timestep may have fewer readers
             group_key = next((k for k, ts in other_groups.items() if k[0] == of[t] and len(ts) >= least and key[1] <= k[1]), key)
@@ -112,6 +109,11 @@ def _touched(graph: Graph, of: list[int]) -> dict[int, set[int]]:
         if t >= 0:
             touched.setdefault(of[t], set()).add(t)
     return touched
+
+
+def _always_largest(graph: Graph, t: int, uses: Iterable[tuple[Node, int]]) -> bool:
+    """Whether a tensor is the largest that each of the ops touches."""
+    return all(_largest(graph, node, t) for node, _ in uses)
 
 
 def _largest(graph: Graph, node: Node, t: int) -> bool:

@@ -93,8 +93,8 @@ class StepCost:
 
     issued: tuple[Issued, ...]
     compute_s: float
-    contention: float = 1.0
-    host_s: float = 0.0
+    contention: float
+    host_s: float
 
     @property
     def communication_s(self) -> float:

@@ -31,6 +31,9 @@ from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
 from shardplan.schedule import Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
+_NAMED = 4
+"""The most arguments that an error names."""
+
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
     """The program of a step that runs in microbatches, one after the other: a scan over them. It takes and gives what the step
@@ -46,15 +49,15 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
             "the step names mesh axes (a sharding constraint or jax.shard_map), which a microbatch does not have: remove them, "
             "or plan with microbatches=1"
         )
-    planned, first, early = time_cut(program, parts.count, parts.batch, replicate), tuple[Op, ...](), tuple[int, ...]()
+    planned = time_cut(program, parts.count, parts.batch, replicate)
     try:
-        accumulating = _accumulating(planned, parts.count)
-    except MicrobatchError:  # perhaps for a sum that the data alone decide
-        early = early_sums(program, planned)
-        if not early:
-            raise
-        first, rest = without(program, early)
-        accumulating = _accumulating(time_cut(rest, parts.count, parts.batch, replicate), parts.count)
+        accumulating, first, early = _cut(program, planned, parts, replicate)
+    except MicrobatchError as error:
+        batch = [program.input_paths[i] for i in parts.batch]
+        more = f" and {len(batch) - _NAMED} more" if len(batch) > _NAMED else ""
+        raise MicrobatchError(
+            f"{error}. Taken for the batch: {', '.join(batch[:_NAMED])}{more}; batch_argnums names other arguments"
+        ) from error
 
     def step(*leaves: Any) -> list[Any]:
         values = dict(program.constants) | dict(zip(program.inputs, leaves, strict=True))
@@ -66,6 +69,20 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
     shapes = [_jax.shape_struct(t.shape, t.dtype) for t in (program.tensors[t] for t in program.inputs)]
     traced = trace(step, *shapes).program
     return replace(traced, input_paths=program.input_paths, output_paths=program.output_paths, feedback=program.feedback)
+
+
+def _cut(
+    program: Program, planned: PlannedProgram, parts: Microbatches, replicate: Sequence[str]
+) -> tuple[_Accumulating, Sequence[Op], Sequence[int]]:
+    """(what runs in microbatches, the ops that run before, the tensors that those hand on)."""
+    try:
+        return _accumulating(planned, parts.count), (), ()
+    except MicrobatchError:  # perhaps for a sum that the data alone decide
+        early = early_sums(program, planned)
+        if not early:
+            raise
+        first, rest = without(program, early)
+        return _accumulating(time_cut(rest, parts.count, parts.batch, replicate), parts.count), first, early
 
 
 def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | int | None) -> Microbatches:

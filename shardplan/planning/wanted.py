@@ -56,6 +56,8 @@ class Wanted:
 class Generator(Protocol):
     """A generator of candidates: problems over factors of its own choice, each solved, the best of them first.
 
+    A candidate is known by its factors: of two over the same factors, others keep only one.
+
     It reads all of `Wanted`:
 
     - `candidate_problem` makes every problem, with ``objective``, ``company``, ``pins`` and the prices of those ``known``.

@@ -82,6 +82,7 @@ def cost_of(planned: PlannedProgram, schedule: Schedule) -> StepCost:
         issued=issued(schedule, planned, windows(schedule, planned) if planned.overlaps else None),
         compute_s=sum(s * node.weight for s, node in zip(planned.op_seconds, planned.graph.nodes, strict=True)),
         contention=network.cluster.device.contention,
+        host_s=0.0,  # groups of devices keep nothing in host memory
     )
 
 

@@ -173,12 +173,18 @@ def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "where"), [(wresnet, r"wresnet.py:\d+"), (two_tower, r"two_tower.py:\d+"), (moe, r"moe.py:\d+ \(route\)")]
+    ("model", "where", "data"),
+    [
+        (wresnet, r"wresnet.py:\d+", "batch/image, batch/label;"),
+        (two_tower, r"two_tower.py:\d+", "batch/"),
+        (moe, r"moe.py:\d+ \(route\)", "batch/targets, batch/tokens;"),
+    ],
 )
-def test_what_needs_several_microbatches_at_once_is_refused_with_its_line(model: Any, where: str) -> None:
+def test_what_needs_several_microbatches_at_once_is_refused_with_its_line(model: Any, where: str, data: str) -> None:
     step, args = model.train_step()
-    with pytest.raises(MicrobatchError, match=f"cannot be cut into microbatches: at .*{where}"):
+    with pytest.raises(MicrobatchError, match=f"cannot be cut into microbatches: at .*{where}") as raised:
         shardplan.plan(step, *args, cluster="2", microbatches=2)
+    assert f". Taken for the batch: {data}" in str(raised.value)
 
 
 @pytest.mark.parametrize(

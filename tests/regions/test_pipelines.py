@@ -198,7 +198,7 @@ def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[TaskGraph, Ma
     level = Level("x", 2, 1e30, 0.0)
     cluster = replace(Cluster.load("2"), levels=(level.resized(stages),))
     groups = tuple(GroupMesh((g,), cluster, (), {}) for g in range(stages))
-    cost = StepCost(issued=(), compute_s=1.0)
+    cost = StepCost(issued=(), compute_s=1.0, contention=1.0, host_s=0.0)
     planned: Any = (None, None)
     forward = [Piece(f"F{g}", g, (g - 1,) if g else (), (g,), planned, cost, kind="forward", chunk=g) for g in range(stages)]
     backward = [

@@ -100,9 +100,8 @@ class Cuts:
         for t, layout in zip(self.node.outputs, stored, strict=True):
             layouts[t] = layout
         use = Use(loops, tuple(given), tuple(gives), tuple(stored), 0.0)
-        decisions = Decisions(
-            layouts=tuple(layouts), uses={self.node.id: use}, views={}, kept=frozenset(), issued=(), compute_s=0.0
-        )
+        free = {"compute_s": 0.0, "contention": 1.0, "host_s": 0.0}
+        decisions = Decisions(layouts=tuple(layouts), uses={self.node.id: use}, views={}, kept=frozenset(), issued=(), **free)
         problem, choices = self.problem, self.extractor.choices(decisions)
         planned = planned_program(self.program, problem.graph, choices, problem.cluster, problem.factors, overlaps=False)
         emitter = _OnTerms(planned, mesh) if self.explicit else SpecsEmitter(planned, mesh)

@@ -77,6 +77,7 @@ def test_no_batch_fits() -> None:
     assert largest_batch(lambda _: False, 64) is None
 
 
+@pytest.mark.slow
 def test_small_batch_takes_all_of_the_memory() -> None:
     limit = on_one_gpu(TINY, 64).peak_bytes
     assert small_batch(TINY, limit).batch == 64

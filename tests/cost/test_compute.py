@@ -52,7 +52,7 @@ STEPS = {
     "vit": vit.train_step(),
     "unet": unet.train_step(),
 }
-SLOW = ("wresnet", "unet", "vit", "gpt remat")
+SLOW = ("wresnet", "unet", "vit", "gpt remat", "gpt_linen", "gpt wide")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in STEPS])

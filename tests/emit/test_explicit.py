@@ -42,6 +42,9 @@ HAVE = {
 }
 
 
+LONG = ("moe", "lenet")
+"""The models that take longest: the suite of every change leaves them out."""
+
 MERGED = {"unet": 144.0}
 """Bytes that XLA does not send: two biases that are added have one gradient, by a sum and by a sum of sums, reduced once."""
 
@@ -63,7 +66,10 @@ def check(step: Any, args: Any, on: str, *, merged: float = 0.0, **options: Any)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("name", "on"), tiny_on(MACHINES[:3]))
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [pytest.param(*p.values, marks=[*p.marks, *[pytest.mark.slow] * (p.values[0] in LONG)]) for p in tiny_on(MACHINES[:3])],
+)
 def test_a_tiny_model_runs_as_planned(name: str, on: str) -> None:
     step, args = factory(name)(**TINY[name], concrete=True)
     plan = check(step, args, on, donate_argnums=0)

@@ -31,6 +31,7 @@ def straight() -> tuple[Any, Any, shardplan.Plan]:
     return step, args, rematerialised(step, args, 0.095)
 
 
+@pytest.mark.slow
 def test_blocks_computed_again_are_what_they_were(devices: list[Any]) -> None:
     step, args, plan = straight()
     assert plan.remat.blocks

@@ -54,7 +54,7 @@ def moved(mesh: Mesh) -> None:
         np.testing.assert_array_equal(np.asarray(y), x * n + 1)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 4)])
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_every_move_of_a_matrix_is_compiled_and_right(sizes: tuple[int, int], devices: list[Any]) -> None:
     moved(Mesh(np.array(devices[: sizes[0] * sizes[1]]).reshape(sizes), ("n", "g")))
 

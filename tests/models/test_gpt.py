@@ -59,7 +59,7 @@ def test_kept_products_are_not_made_again_and_change_no_result(scan):
             np.testing.assert_allclose(one, same, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", [gpt, gpt_linen])
+@pytest.mark.parametrize("module", [gpt, pytest.param(gpt_linen, marks=pytest.mark.slow)])
 def test_dropout_is_a_function_of_the_state(module):
     step, (state, batch) = module.train_step(**TINY, dropout=0.5, concrete=True)
     step = jax.jit(step)

@@ -26,7 +26,7 @@ def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
 
 
 LONG = ("gpt", "llama", "moe", "rnn")
-"""The partitioner takes longest to compile these; the explicit backend runs them among the quick tests."""
+"""The partitioner takes longest to compile these; the explicit backend runs all but the experts among the quick tests."""
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_an_rnn_of_tofus_size_holds_what_its_table_2_says(layers, thousands):
     assert gib(weights, weights, state["optimizer"]) == pytest.approx(RNN_GIB[layers, thousands], rel=0.1)
 
 
-@pytest.mark.parametrize(("depth", "width"), WRESNET_GIB)
+@pytest.mark.parametrize(("depth", "width"), [pytest.param(d, w, marks=[pytest.mark.slow] * (w != 4)) for d, w in WRESNET_GIB])
 def test_a_wresnet_of_tofus_size_holds_what_its_table_2_says(depth, width):
     _, (state, _) = wresnet.train_step(depth=depth, width=width, image=224, batch=8, classes=1000)
     assert gib(state.params, state.params, state.opt_state) == pytest.approx(WRESNET_GIB[depth, width], rel=0.03)

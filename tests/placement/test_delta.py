@@ -120,7 +120,7 @@ def test_no_step_is_shorter_than_the_load_of_a_device(seed: int) -> None:
     assert simulation.full(strategy) >= Loads(here, strategy).ticks.max()
 
 
-@pytest.mark.parametrize("engine", ["python", "numba"])
+@pytest.mark.parametrize("engine", ["python", pytest.param("numba", marks=pytest.mark.slow)])
 def test_a_pool_that_fills_up_is_built_again(engine: Engine) -> None:
     if engine == "numba":
         pytest.importorskip("numba")

@@ -157,6 +157,7 @@ def test_a_finer_factoring_is_never_worse(name: str) -> None:
             assert free.seconds <= one.seconds * (1 + 1e-9) + 2 * fine.rounding_s
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_factorings_were_tried() -> None:
     step, args = gpt.train_step(layers=1, width=64, heads=4, batch=4, sequence=32, vocabulary=128)
     told: list[float] = []

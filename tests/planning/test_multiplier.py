@@ -137,6 +137,7 @@ def test_another_factoring_with_a_shorter_step_is_the_plan() -> None:
     assert not outcome.exact
 
 
+@pytest.mark.slow
 def test_weights_gather_beside_compute_and_activations_do_not() -> None:
     step, args = gpt.train_step(layers=4, width=512, heads=4, batch=64, sequence=256)
     plan = shardplan.plan(step, *args, cluster="8", factors={}, donate_argnums=0)

@@ -92,7 +92,7 @@ print(fingerprint(trace(step, *args)))
 """
 
 
-@pytest.mark.parametrize("model", ["gpt", "moe"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("moe", marks=pytest.mark.slow)])
 def test_two_processes_find_the_same_fingerprint(model: str) -> None:
     found: set[str] = set()
     for seed in ("1", "2"):

@@ -101,6 +101,7 @@ def test_odd_sizes_keys_names_and_a_mesh_of_the_users(devices: list[Any]) -> Non
     assert judged.compared == 30 * 6 + 30 + 2
 
 
+@pytest.mark.slow
 def test_a_plan_with_groups_of_devices_is_checked_too(devices: list[Any]) -> None:
     step, args = mlp.train_step(layers=4, batch=32, width=32, concrete=True)
     plan = shardplan.plan(step, *args, cluster="8", axes={"stage": 2}, microbatches=2)

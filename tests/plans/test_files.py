@@ -107,6 +107,7 @@ def three() -> Planned:
     return shardplan.plan(step, *args, cluster="2x2x2", donate_argnums=0), step, args
 
 
+@pytest.mark.slow
 def test_a_saved_baseline_is_priced_and_cut_as_before(three: Planned, tmp_path: Path) -> None:
     plan, step, args = three
     dearer = list[str]()

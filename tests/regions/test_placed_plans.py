@@ -33,6 +33,7 @@ def test_a_gpt_with_each_op_on_random_devices_trains_as_on_one(options: dict[str
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 def test_groups_that_share_devices_do_not_take_each_other_s_buffers() -> None:
     step, args = two_tower.train_step()
     plan = shardplan.plan(step, *args, cluster="2x4", placement=Halves(shared=2), donate_argnums=(0,))

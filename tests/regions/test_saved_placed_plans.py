@@ -184,6 +184,7 @@ def test_a_file_that_contradicts_itself_is_refused(
         shardplan.load(file, step, *args)
 
 
+@pytest.mark.slow
 def test_the_cache_of_plans_keeps_a_pipeline(
     step_of: tuple[Any, tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "convolutions")) for n in STEPS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "scan with recomputation")) for n in STEPS])
 def test_what_is_held_adds_up_to_the_peak(name: str) -> None:
     model, options = STEPS[name]
     step, args = model.train_step(**options)

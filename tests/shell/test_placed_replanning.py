@@ -76,6 +76,7 @@ def test_stages_that_do_not_divide_the_devices_become_fewer(caplog: pytest.LogCa
     assert new.microbatches.count == 2
 
 
+@pytest.mark.slow
 def test_a_chosen_placement_is_searched_again() -> None:
     step, args = two_tower.train_step()
     plan = shardplan.plan(step, *args, cluster="2x4", placement="auto", memory_limit="1GiB")

@@ -198,7 +198,9 @@ def test_the_model_s_error_is_the_one_that_the_readme_states() -> None:
 # -- the decorator -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"axes": {"stage": 2}, "microbatches": 4}, {"placement": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"axes": {"stage": 2}, "microbatches": 4}, pytest.param({"placement": "auto"}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_decorated_step_runs_in_stages(options: dict[str, Any]) -> None:
     step, args = deep(concrete=True)
     run = shardplan.parallelize(cluster=slow_nodes(), devices=jax.devices()[:4], donate_argnums=(0,), **options)(step)
@@ -216,6 +218,7 @@ def test_a_decorated_step_runs_in_stages(options: dict[str, Any]) -> None:
         run.trace(state, args[1])
 
 
+@pytest.mark.slow
 def test_init_makes_each_leaf_on_the_devices_of_its_stage() -> None:
     step, args = deep(concrete=True)
     run = shardplan.parallelize(

@@ -72,6 +72,7 @@ def test_an_array_that_is_pinned_badly_is_named_first_with_its_line(wide: Any) -
     assert found.step_time_s > before.step_time_s
 
 
+@pytest.mark.slow
 def test_a_gain_is_that_of_the_freed_argument_alone(wide: Any) -> None:
     """Pinning the argument where its loss says makes the step faster by what it says, in the search's prices."""
     step, args, _ = wide
@@ -254,6 +255,7 @@ def test_a_mesh_that_does_not_lie_on_the_levels_is_refused() -> None:
         shardplan.score(step, *args, cluster="3x2", in_shardings=P(), mesh={"a": 2, "b": 3})
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_priced_all_the_same() -> None:
     step, args = mlp.train_step(**WIDE)
     plan = shardplan.plan(step, *args, cluster="2x4", memory_limit="16MiB")

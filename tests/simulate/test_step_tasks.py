@@ -34,7 +34,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[pytest.param(m, marks=[pytest.mark.slow] * (m == "gpt")) for m in MODELS])
 def plan(request: pytest.FixtureRequest) -> Any:
     name, options, cluster = MODELS[request.param]
     step, args = importlib.import_module(f"models.{name}").train_step(**options)

@@ -43,7 +43,7 @@ def parameter_bytes(plan: Plan) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0][0]))
 
 
-@pytest.mark.parametrize("cluster", SIZES)
+@pytest.mark.parametrize("cluster", [pytest.param("8", marks=pytest.mark.slow), "8x8"])
 def test_data_parallel_all_reduces_every_gradient_once(cluster: str) -> None:
     plan = transformer(cluster)
     n = plan.cluster.size

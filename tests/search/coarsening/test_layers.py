@@ -26,7 +26,7 @@ def graph_of(step: Any, args: Any) -> Any:
     return flatten(trace(step, *args).program)
 
 
-@pytest.mark.parametrize("factory", [gpt, llama], ids=["gpt", "llama"])
+@pytest.mark.parametrize("factory", [pytest.param(gpt, marks=pytest.mark.slow), llama], ids=["gpt", "llama"])
 def test_every_layer_of_an_unrolled_model_is_found_once_in_each_pass(factory: Any) -> None:
     """Blocks forward and backward; the same ones whatever the depth."""
     found = [{p for _, p in repeats(graph_of(*factory.train_step(layers=n)))} for n in (3, 5)]

@@ -104,7 +104,7 @@ def test_where_tables_allow_the_minimum_is_exact_and_beyond_it_is_bounded() -> N
 @pytest.mark.parametrize(
     ("layers", "cluster"),
     [
-        (12, "8"),
+        pytest.param(12, "8", marks=pytest.mark.slow),
         pytest.param(16, "8", marks=pytest.mark.slow),
         pytest.param(8, "2x4", marks=pytest.mark.slow),
         pytest.param(10, "2x4", marks=pytest.mark.slow),
@@ -137,7 +137,9 @@ def test_an_op_with_many_operands_is_planned(cluster: str) -> None:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(70, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"memory_limit": "800KiB"}, {"objective": "bytes"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"memory_limit": "800KiB"}, marks=pytest.mark.slow), {"objective": "bytes"}], ids=str
+)
 def test_an_op_with_more_operands_than_an_array_has_axes_is_planned(count: int, options: dict[str, Any], tmp_path: Path) -> None:
     step, args = nets.pieces(count)
     plan = shardplan.plan(step, *args, cluster="2x4", **options)
@@ -147,6 +149,7 @@ def test_an_op_with_more_operands_than_an_array_has_axes_is_planned(count: int, 
     assert shardplan.load(tmp_path / "plan.json", step, *args).step_time_s == plan.step_time_s
 
 
+@pytest.mark.slow
 def test_a_saved_plan_of_ops_with_many_operands_takes_as_long_as_before(tmp_path: Path) -> None:
     step, args = nets.tables(26)
     plan = shardplan.plan(step, *args, cluster="8", donate_argnums=0)
@@ -156,6 +159,7 @@ def test_a_saved_plan_of_ops_with_many_operands_takes_as_long_as_before(tmp_path
     assert again.step_time_s == plan.step_time_s >= plan.lower_bound_s
 
 
+@pytest.mark.slow
 def test_a_bound_that_was_proved_is_kept_when_the_search_is_stopped() -> None:
     step, args = nets.all_to_all(10)
 
@@ -255,6 +259,7 @@ def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(m
     assert charged > 0
 
 
+@pytest.mark.slow
 def test_equal_ops_in_the_same_variables_share_the_variable_for_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A strategy with smaller buffers costs time in every op, not only in that whose term stands for the others."""
     step, args = gpt.train_step(layers=3)

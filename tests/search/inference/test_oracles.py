@@ -90,7 +90,7 @@ def test_two_factors_have_the_optimum_of_the_integer_program(model: str) -> None
     assert answer.picoseconds == round(searched(problem).best.seconds * 1e12)
 
 
-@pytest.mark.parametrize("model", ["mlp", "wresnet", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["mlp", *(pytest.param(m, marks=pytest.mark.slow) for m in ("wresnet", "gpt"))])
 def test_three_factors_are_within_a_hundredth_of_their_optimum(model: str) -> None:
     """Which is that of the narrowed domains, by elimination and by the integer program."""
     step, args = MODELS[model]

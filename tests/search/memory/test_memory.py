@@ -133,6 +133,7 @@ def test_a_plan_keeps_to_its_limit_and_pays_for_it() -> None:
     assert tight.searched_s >= free.searched_s
 
 
+@pytest.mark.slow
 def test_an_impossible_limit_names_the_smallest_and_that_one_works() -> None:
     with pytest.raises(shardplan.MemoryLimitError) as caught:
         fitted(100_000)
@@ -256,6 +257,7 @@ def test_a_slower_machine_has_the_same_smallest_plan() -> None:
     assert max(found) <= 1.01 * min(found)
 
 
+@pytest.mark.slow
 def test_a_limit_that_nothing_can_keep_to_names_the_same_bytes_as_one_that_nothing_is_found_for() -> None:
     step, args = mlp.train_step(layers=2, width=256)
     given: dict[str, Any] = {"cluster": "2x2x2", "donate_argnums": 0, "time_model": "sum"}

@@ -31,9 +31,6 @@ from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
 from shardplan.schedule import Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
-_NAMED = 4
-"""The most arguments that an error names."""
-
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
     """The program of a step that runs in microbatches, one after the other: a scan over them. It takes and gives what the step
@@ -54,10 +51,8 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
         accumulating, first, early = _cut(program, planned, parts, replicate)
     except MicrobatchError as error:
         batch = [program.input_paths[i] for i in parts.batch]
-        more = f" and {len(batch) - _NAMED} more" if len(batch) > _NAMED else ""
-        raise MicrobatchError(
-            f"{error}. Taken for the batch: {', '.join(batch[:_NAMED])}{more}; batch_argnums names other arguments"
-        ) from error
+        these = ", ".join(batch[:4]) + (f" and {len(batch) - 4} more" if len(batch) > 4 else "")
+        raise MicrobatchError(f"{error}. Taken for the batch: {these}; batch_argnums names other arguments") from error
 
     def step(*leaves: Any) -> list[Any]:
         values = dict(program.constants) | dict(zip(program.inputs, leaves, strict=True))

@@ -188,7 +188,8 @@ class MemoryLimitError(ShardplanError):
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
     may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments were in
-    host memory. ``origin`` says where the limit comes from, if not from the user.
+    host memory. ``grouped``: the step runs on groups of devices, where neither can be had. ``origin`` says where the limit comes
+    from, if not from the user.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class MemoryLimitError(ShardplanError):
         unfinished: bool = False,
         rematerialised: bool = False,
         offloaded: bool = False,
+        grouped: bool = False,
         origin: str = "",
     ) -> None:
         limit, least = size_text(limit_bytes), size_text(smallest_bytes)
@@ -209,8 +211,8 @@ class MemoryLimitError(ShardplanError):
             limit, least = f"{limit_bytes:,} bytes", f"{smallest_bytes:,} bytes"
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         remedies = [f"raise the memory limit to {sufficient_limit(smallest_bytes)}", "use more devices"]
-        remedies += ["set remat='auto'"] if not rematerialised else []
-        remedies += ["set offload='auto'"] if not offloaded else []
+        remedies += ["set remat='auto'"] if not rematerialised and not grouped else []
+        remedies += ["set offload='auto'"] if not offloaded and not grouped else []
         remedies += ["lift pins"] if held else []
         super().__init__(
             ("no plan found in the time budget" if unfinished else "no plan")
@@ -223,6 +225,7 @@ class MemoryLimitError(ShardplanError):
             + ("; give it more time (time_budget_s)" if unfinished else "")
             + f"; {', '.join(remedies[:-1])} or {remedies[-1]}"
         )
+        self.detail = detail
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
         self.pins = dict(pins or {})

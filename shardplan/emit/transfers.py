@@ -109,20 +109,19 @@ class Transfers:
         lacks from its nearest neighbours on one side.
         """
         dim, factors = reblock.dim, reblock.layout.dims[reblock.dim]
-        assert list(factors) == sorted(factors), "permutes number devices in the mesh's order"
-        ways, axes = self.ways(factors), self.axes(factors)
+        ways, axes, number = self.ways(factors), self.axes(sorted(factors)), self.mesh_numbers(factors)
         old, new = x.shape[dim], reblock.extent // ways
-        worker = lax.axis_index(axes)
+        worker = lax.axis_index(self.axes(factors))
         parts = [x]
         for n, rows in enumerate(reblock.heads(ways)):
             far = n + 1
             with jax.named_scope(f"{reblock.scope}.{n}"):
                 if new > old:
                     sent = lax.slice_in_dim(x, 0, rows, axis=dim)
-                    parts.append(self.permute(sent, axes, [(w + far, w) for w in range(ways - far)]))
+                    parts.append(self.permute(sent, axes, [(number[w + far], number[w]) for w in range(ways - far)]))
                 else:
                     sent = lax.slice_in_dim(x, old - rows, old, axis=dim)
-                    parts.insert(0, self.permute(sent, axes, [(w, w + far) for w in range(ways - far)]))
+                    parts.insert(0, self.permute(sent, axes, [(number[w], number[w + far]) for w in range(ways - far)]))
         x = jnp.concatenate(parts, dim)
         if new > old:
             x = _padded(x, dim, (ways - 1) * (new - old) + new)
@@ -231,6 +230,11 @@ class Transfers:
         return lax.ppermute(x, axes, pairs)
 
     # -- permutes ----------------------------------------------------------------------------------------------------
+
+    def mesh_numbers(self, factors: Sequence[int]) -> list[int]:
+        """The number in the mesh's order, which permutes use, of each place along some factors, major first."""
+        numbers = np.arange(self.ways(factors)).reshape([self.sizes[f] for f in sorted(factors)])
+        return numbers.transpose([sorted(factors).index(f) for f in factors]).ravel().tolist()
 
     def pairs(self, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
         """(sender, receiver) of each message, numbered as in the mesh.

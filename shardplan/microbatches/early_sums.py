@@ -14,7 +14,8 @@ from shardplan.schedule import PlannedProgram
 
 
 def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
-    """The tensors that are terms of a sum in each microbatch, and depend on no weight and no matrix product.
+    """The tensors that are terms of a sum in each microbatch, and depend on no weight, no matrix product and no op that may not
+    run twice.
 
     ``planned`` is the cut of the program over microbatches (`time_cut`). Weights are the arguments that the step replaces, as far
     as they hold floats.
@@ -25,7 +26,7 @@ def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
     found: list[int] = []
     for op in program.ops:
         node = planned.nodes.get(((), op.id))
-        if node is None or op.bodies or op.acts or node.signature.multiplies or not late.isdisjoint(op.tensors):
+        if node is None or not op.repeatable or node.signature.multiplies or not late.isdisjoint(op.tensors):
             late.update(op.outputs)
             continue
         use = planned.uses.get(node.id)
@@ -36,8 +37,8 @@ def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
 
 def without(program: Program, given: tuple[int, ...]) -> tuple[tuple[Op, ...], Program]:
     """(the ops that make these tensors, the program that takes them as arguments, behind its own)."""
-    first = _needed(program, given, ())
-    later = _needed(program, program.returned, given)
+    first = _needed(program, given, (), acts=False)
+    later = _needed(program, program.returned, given, acts=True)
     rest = replace(
         program,
         ops=tuple(op for op in program.ops if op.id in later),
@@ -47,11 +48,11 @@ def without(program: Program, given: tuple[int, ...]) -> tuple[tuple[Op, ...], P
     return tuple(op for op in program.ops if op.id in first), rest
 
 
-def _needed(program: Program, wanted: Collection[int], given: Collection[int]) -> set[int]:
-    """The ops that make these tensors, where some are given."""
+def _needed(program: Program, wanted: Collection[int], given: Collection[int], *, acts: bool) -> set[int]:
+    """The ops that make these tensors, where some are given, and with ``acts`` those that have effects."""
     needed, found = set(wanted) - set(given), set[int]()
     for op in reversed(program.ops):
-        if op.acts or not needed.isdisjoint(op.outputs):
+        if (acts and op.acts) or not needed.isdisjoint(op.outputs):
             found.add(op.id)
             needed.update(t for t in op.tensors if t not in given)
     return found

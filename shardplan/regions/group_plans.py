@@ -21,8 +21,8 @@ from shardplan.search.inference import anytime
 
 @dataclass(frozen=True, slots=True)
 class GroupPlanner:
-    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse, and ``arrays`` those
-    that are parts of one array, by tensor: they lie alike in all groups.
+    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` gives the
+    array of which a tensor is a part: its parts have one layout, in all groups.
     """
 
     groups: Sequence[Group]
@@ -43,35 +43,51 @@ class GroupPlanner:
             MemoryLimitError: if the ops of a group fit its devices in no layout.
         """
         found: list[Made] = []
+        refused: list[MemoryLimitError] = []
         for n in range(len(self.groups)):
-            found.append(self._plan(n, self.searcher.wanted, found[-1].stopped if found else ""))
+            try:
+                found.append(self._plan(n, self.searcher.wanted, cut_short=_interrupted(found)))
+            except MemoryLimitError as error:
+                refused.append(error)
+        if refused:
+            raise self._refusal(refused, max(refused, key=lambda error: error.smallest_bytes))
         alike = {self._array_layouts(n, own) for n, own in enumerate(found)}
         return tuple(found) if len(alike) < 2 else self._as_one(found)
 
     def _as_one(self, found: Sequence[Made]) -> tuple[Made, ...]:
         """The plans with the layouts of one group's arrays pinned in the others."""
-        refused: MemoryLimitError | None = None
+        refused: list[MemoryLimitError] = []
         for n in sorted(range(len(found)), key=lambda n: -step_time_s(found[n].planned.found)):
             factors, layouts = self._array_layouts(n, found[n])
+            made = list(found)
             try:
-                return tuple(own if g == n else self._pinned(g, factors, dict(layouts)) for g, own in enumerate(found))
+                for g in range(len(found)):
+                    if g != n:
+                        made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(made))
+                return tuple(made)
             except MemoryLimitError as error:
-                refused = refused or error
-        assert refused is not None, "without parts of one array, groups do not differ"
-        raise refused
+                refused.append(error)
+        raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
 
-    def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout]) -> Made:
+    def _refusal(self, refused: Sequence[MemoryLimitError], most: MemoryLimitError) -> MemoryLimitError:
+        """The error for all groups; ``most`` is that of the group that decides."""
+        unfinished = any(error.unfinished for error in refused)
+        return MemoryLimitError(
+            most.limit_bytes, most.smallest_bytes, detail=most.detail, unfinished=unfinished, grouped=True, origin=self.origin
+        )
+
+    def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout], *, cut_short: bool) -> Made:
         """The plan of a group over these factors with these layouts of its arrays."""
         part, names = self.parts[group], [f.name for f in factors]
         pins = {
             glob.escape(path): layouts[self.arrays[t]].entries(names)
             for t, path in zip(part.inputs, part.program.input_paths, strict=True)
-            if t in self.arrays
+            if self.arrays.get(t) in layouts
         }
-        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors))
+        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors), cut_short=cut_short)
 
     def _array_layouts(self, group: int, made: Made) -> tuple[tuple[Factor, ...], tuple[tuple[int, Layout], ...]]:
-        """A group's factors, and the layout of each of its arrays; nothing where it has none."""
+        """A group's factors, and the layout of each of its arrays that is searched; nothing where it has none."""
         session, numbers = made.session, self.parts[group].inputs
         layouts = session.decisions.layouts
         found = sorted(
@@ -81,11 +97,15 @@ class GroupPlanner:
         )  # fmt: skip
         return session.problem.factors if found else (), tuple(found)
 
-    def _plan(self, group: int, wanted: Wanted, stopped: anytime.Stopped = "") -> Made:
+    def _plan(self, group: int, wanted: Wanted, *, cut_short: bool) -> Made:
         part = self.parts[group]
         wanted = replace(wanted, donated=frozenset(n for n, t in enumerate(part.inputs) if t in self.donated))
-        if stopped == "interrupted":
+        if cut_short:
             wanted = replace(wanted, deadline=anytime.now_s())
         cluster = group_cluster(self.cluster, self.groups[group])
         here = replace(self.searcher, cluster=cluster, wanted=wanted, fallback=Fallback())
         return planned(part.program, here, self.origin, recompute=False)
+
+
+def _interrupted(found: Sequence[Made]) -> bool:
+    return any(own.stopped == "interrupted" for own in found)

@@ -115,7 +115,8 @@ def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: 
         chunks = two_chunks(plan.placed.graph, plan.placed.dispatch, machine_of(asked.searcher.cluster))
         if chunks is None or len(chunks) > equal_blocks(flatten(asked.traced.program, replicate=asked.searcher.replicate)):
             return plan
-        return min(plan, chunked_plan(asked, staged, groups, chunks), key=_step_s)
+        other = chunked_plan(asked, staged, groups, chunks)
+        return min(plan, other, key=_step_s).chosen_among((), other.stopped)
     except (MemoryLimitError, PlacementError):
         return plan
     except KeyboardInterrupt:
@@ -172,7 +173,7 @@ def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[
         return min(found, key=_step_s).chosen_among((), "interrupted")
     if not found:
         raise min(refused, key=lambda error: error.smallest_bytes)
-    return min(found, key=_step_s)
+    return min(found, key=_step_s).chosen_among((), found[-1].stopped)
 
 
 def _step_s(plan: PlacedPlan) -> float:
@@ -209,7 +210,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
     placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
     if (peak := peak_bytes(graph, placed.dispatch)) > limit:  # groups may share devices, and a stage holds several microbatches
-        raise MemoryLimitError(limit, peak, origin=asked.limit.origin)
+        raise MemoryLimitError(limit, peak, grouped=True, origin=asked.limit.origin)
     data = PlacedData(
         origin=origin,
         cluster=cluster,

@@ -15,6 +15,7 @@ from shardplan.errors import PlacementError
 from shardplan.frontend.trace import trace
 from shardplan.ir import Microbatches
 from shardplan.microbatches.layers import in_layer_parts, staged_program
+from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.layer_parts import part_in
 from shardplan.verify.verify import verify
 
@@ -142,15 +143,39 @@ def test_a_pipeline_of_a_loop_over_layers_trains_as_one_device(devices: list[Any
     np.testing.assert_allclose(made, one_device, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike() -> None:
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plans that are made with the layouts of another group, in the order in which they are made."""
+    made: list[Any] = []
+    real = GroupPlanner._pinned
+
+    def pinning(self: GroupPlanner, *args: Any, **options: Any) -> Any:
+        made.append(real(self, *args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(GroupPlanner, "_pinned", pinning)
+    return made
+
+
+@pytest.mark.parametrize(("layers", "limit"), [(4, "6KiB"), (2, "5KiB")], ids=["two in a stage", "one in a stage"])
+def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike(pinned: list[Any], layers: int, limit: str) -> None:
     """The last stage has a wide weight more: within this memory, it alone would cut its layers in another way."""
-    wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
+    wide = {**weights(layers), "last": jnp.ones((WIDTH, 64))}
     state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
-    options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": "6KiB"}
+    options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": limit}
     plan: Any = shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
+    assert pinned, "the groups do not differ before"
     first, last = ({path.partition("[")[0]: e for path, e in g.entries.items() if "blocks" in path} for g in plan.groups)
     assert first == last
     assert plan.groups[0].factors == plan.groups[1].factors
+
+
+def test_the_group_that_needs_most_says_what_a_step_needs() -> None:
+    wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
+    state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
+    options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": 1000}
+    with pytest.raises(shardplan.MemoryLimitError, match=r"arguments take .*weights/last .* or use more devices$"):
+        shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
 
 
 def test_a_saved_plan_has_the_same_parts(tmp_path: Any) -> None:

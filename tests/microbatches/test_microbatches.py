@@ -162,6 +162,19 @@ def test_a_mean_over_what_is_not_masked_is_that_of_the_whole_batch(loss: Any, op
     assert verify(plan, step, (W / 12, X)).passed
 
 
+def test_the_sums_that_come_first_run_no_effect_of_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(masked_mean)(w, x)
+        jax.debug.print("value {}", value)
+        return w - 0.1 * gradient, value
+
+    plan = shardplan.plan(step, W / 12, X, cluster="2", microbatches=4, batch_argnums=1)
+    found = plan.jit(step, jax.devices()[:2])(W / 12, X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("value") == 1
+    np.testing.assert_allclose(found[0], step(W / 12, X)[0], rtol=1e-5)
+
+
 def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         chosen = x @ w > 0  # how many, no microbatch can know

@@ -468,7 +468,7 @@ class Builder:
             renamed = dict(zip(own, behind, strict=False)) | early
             values = [renamed[x] if isinstance(x, int) else x for x in values]
             copies |= dict(zip(entering, behind[len(own) :], strict=False))
-        inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies, ties=frame.ties)
+        inside = Frame(where, self.graph.bodies[where], frame.out, copies=copies, moved=frame.moved, ties=frame.ties)
         results = self.run(inside, body, values)
         frame.copies.update({key: x for key, x in inside.copies.items() if key not in frame.copies})
         for t, o, value in zip(op.outputs, body.outputs, results, strict=True):

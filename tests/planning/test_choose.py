@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import shardplan
@@ -17,7 +20,7 @@ from tests.machines import machine
 
 
 def test_the_plan_is_the_fastest_as_scheduled() -> None:
-    """Whichever comes first, unless it is a baseline's place to be looked at."""
+    """The order in which solutions are compared decides nothing."""
     step, args = mlp.train_step(layers=5, width=1536, batch=96)
     session = shardplan.plan(step, *args, cluster="8", factors={}, donate_argnums=0, backend="specs").session
     others = [session.at(s) for s in session.rivals.solutions if s.fits(session.memory_limit)]
@@ -59,13 +62,28 @@ def test_no_baseline_that_fits_is_faster_than_the_plan_of_a_random_program(seed:
     _check_bounds(plan)
 
 
-def _check_bounds(plan: shardplan.Plan, near: float = 0.0) -> None:
-    """No baseline is left out that would be faster as scheduled, and half of the bounds are ``near``."""
+def test_bounds_hold_where_blocks_are_computed_again_without_barriers() -> None:
+    def step(w: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        block = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w.T), prevent_cse=False)
+
+        def loss(w: list[jax.Array]) -> jax.Array:
+            return jnp.mean(functools.reduce(block, w, x) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(w)
+        return [w - 0.1 * g for w, g in zip(w, gradients, strict=True)], value
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 4096), (4096, 1024)))
+    _check_bounds(shardplan.plan(step, [w] * 3, x, cluster="2x4", donate_argnums=0))
+
+
+def _check_bounds(plan: shardplan.Plan, near: float | None = None) -> None:
+    """No baseline is left out that would be faster as scheduled, and half of the bounds are at least ``near`` of that."""
     session = plan.session
     rivals = [session.at(s) for s in session.rivals.solutions]
     parts = [_at_least_s(rival) / scheduled(rival).step_time_s for rival in rivals]
     assert max(parts) <= 1 + 1e-9
-    assert statistics.median(parts) > near
+    if near is not None:
+        assert statistics.median(parts) > near
 
 
 def test_a_weight_gathered_again_is_counted_again() -> None:

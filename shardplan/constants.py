@@ -150,6 +150,8 @@ class Constants:
     view_pieces: int = 6
     """A group of at most this many tensors (a query, key and value with their gradients) has a layout chosen for its readers, and
     needs no view. Choice."""
+    joined_operands: int = 3
+    """An op of more operands, as a concatenation of many pieces, reads them as they are stored, and asks for no view. Choice."""
     open_entries: int = 1 << 17
     """An op whose table would have more entries gets a variable for its strategy instead (`Ops.opened`). Choice: the table of one
     op stays in a core's cache."""

@@ -10,7 +10,7 @@ from shardplan.ir import Constant
 
 def equal_values(graph: Graph) -> tuple[int, ...]:
     """[tensors]: the first tensor that is known to have the same value, as an op of the same signature made it from the same
-    operands. Random bits and what has effects are equal to nothing.
+    operands. Ops that may not run twice (`Op.repeatable`) make values equal to no other.
     """
     first = list(range(len(graph.tensors)))
     passed = {link.target: link.source for link in graph.links if link.same}

@@ -193,11 +193,17 @@ class _InParts:
 
     def _results(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         if any(isinstance(x, _Parts) for x in operands):
-            if op.control == "scan" and int(op.params["length"]) == self.length:
+            if op.control == "scan" and int(op.params["length"]) == self.length and self._takes_parts(op, operands):
                 return self._scan(op, operands)
             if (found := self._by_part(op, operands)) is not None:
                 return found
         return whole_op(op, [self._whole(x) for x in operands])
+
+    @staticmethod
+    def _takes_parts(op: Op, operands: Sequence[Any]) -> bool:
+        """Whether a loop goes over slices of a value in parts."""
+        stacked = operands[int(op.params["num_consts"]) + int(op.params["num_carry"]) :]
+        return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
     def _scan(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         """A loop over layers, part by part."""

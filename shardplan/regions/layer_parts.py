@@ -54,7 +54,7 @@ def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
 
 def scope_of(part: int, *, loop: bool) -> str:
     """The named scope of the loop over the layers of a part, or of another op that runs for each part."""
-    return f"stage_{part}_{'layers' if loop else 'part'}"
+    return f"shardplan_stage_{part}_{'layers' if loop else 'part'}"
 
 
 def part_in(scope: str, *, loop: bool = False) -> int | None:
@@ -67,4 +67,4 @@ def part_in(scope: str, *, loop: bool = False) -> int | None:
     return int(found[1]) if found and (found[2] == "layers" or not loop) else None
 
 
-_PART = re.compile(r"\bstage_(\d+)_(layers|part)\b")
+_PART = re.compile(r"\bshardplan_stage_(\d+)_(layers|part)\b")

@@ -19,7 +19,7 @@ from shardplan.regions.assignment import Assignment, Group, free_ops
 from shardplan.regions.group_programs import Part, Split
 from shardplan.regions.segments import segments_of
 
-MARK = "microbatches"
+MARK = "shardplan_microbatches"
 """The named scope of the loop over microbatches."""
 
 

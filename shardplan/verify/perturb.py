@@ -25,13 +25,17 @@ from shardplan.ir import Op, Program
 
 
 def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
-    """Each float moved to one of its neighbours, up or down at random; other arrays unchanged."""
+    """Each float moved to one of its neighbours, up or down at random; other arrays unchanged. Infinities and NaN stay, as does a
+    number that has no finite neighbour on that side.
+    """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return (neighbours(np.real(x), rng) + 1j * neighbours(np.imag(x), rng)).astype(x.dtype)
     towards = np.where(rng.integers(2, size=x.shape) == 1, np.inf, -np.inf).astype(x.dtype)
-    return np.nextafter(x, towards).astype(x.dtype)
+    with np.errstate(over="ignore"):
+        near = np.nextafter(x, towards).astype(x.dtype)
+    return np.where(np.isfinite(x) & np.isfinite(near), near, x)
 
 
 def narrows(program: Program) -> bool:

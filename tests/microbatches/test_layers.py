@@ -116,7 +116,7 @@ def test_two_loops_over_as_many_layers_are_an_error() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
 
     state = {"encoder": weights()["blocks"], "decoder": weights()["blocks"]}
-    with pytest.raises(PlacementError, match=r"several loops at .*test_layers.py:38.* run over as many layers"):
+    with pytest.raises(PlacementError, match=r"several loops at .*test_layers.py:39.* run over as many layers"):
         shardplan.plan(step, state, jnp.ones((BATCH, WIDTH)), cluster="2", microbatches=2, axes={"stage": 2})
 
 

@@ -25,6 +25,13 @@ def normal(*shape: int, dtype: str = "float32") -> Any:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
 
 
+def test_an_argument_without_a_finite_neighbour_stays() -> None:
+    edge = np.array([np.inf, -np.inf, np.nan, np.finfo(np.float32).max, np.finfo(np.float32).min] * 20, np.float32)
+    near = neighbours(edge, np.random.default_rng(0))
+    np.testing.assert_array_equal(np.isfinite(near), np.isfinite(edge))
+    np.testing.assert_allclose(near, edge, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_neighbour_is_one_unit_away(dtype: str) -> None:
     x = np.array(normal(1000, dtype=dtype))

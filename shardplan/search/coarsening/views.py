@@ -83,7 +83,7 @@ def _readers(graph: Graph, of: list[int], alone: frozenset[int], partial: frozen
     for node in graph.nodes:
         operands = {t for t in node.inputs if t >= 0 and of[t] != FREE}
         # lookups and convolutions count as contractions; an op that joins many pieces reads them as they are
-        skipped = node.signature.elementwise or len(operands) > 3
+        skipped = node.signature.elementwise or len(operands) > CONSTANTS.joined_operands
         for slot, t in enumerate(node.inputs):
             if t in partial:
                 if any(of[r] != of[t] for r in node.outputs):

@@ -230,7 +230,7 @@ class PlacedPlan(PlannedStep):
         return "regions"
 
     @property
-    def stopped(self) -> str:
+    def stopped(self) -> Stopped:
         """What ended the search of a placement or of a group early ("time budget", "interrupted"; else empty)."""
         return self._data.stopped
 

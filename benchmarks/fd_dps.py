@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.dag import Dag, Schedule, checked, planned, reschedule
+from shardplan.dag import Dag, TaskSchedule, checked, planned, reschedule
 from shardplan.dag.fd_dps import fd_dps
 from shardplan.dag.lookahead import lookahead
 from shardplan.dag.methods import built
 
 RATIOS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-METHODS: dict[str, Callable[[Dag], Schedule]] = {
+METHODS: dict[str, Callable[[Dag], TaskSchedule]] = {
     "fd-dps": planned,
     "the paper's rules": lambda dag: built(dag, fd_dps).schedule(),
     "look-ahead alone": lambda dag: built(dag, lookahead).schedule(),
@@ -129,7 +129,7 @@ def _parts(cases: Sequence[Case]) -> dict[str, NDArray[np.bool_]]:
     return parts | {f"transfer / task seconds {r:g}": ratio == r for r in RATIOS}
 
 
-def _timed(cases: Sequence[Case], method: Callable[[Dag], Schedule]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _timed(cases: Sequence[Case], method: Callable[[Dag], TaskSchedule]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[cases] each: makespans, and the seconds that scheduling took."""
     spans, took = np.zeros(len(cases)), np.zeros(len(cases))
     for k, case in enumerate(cases):
@@ -187,7 +187,7 @@ def rescheduled(picture: Path | None) -> None:
         print(f"\nwrote {picture}")
 
 
-def chart(schedule: Schedule, devices: int, until_s: float, at_s: float | None = None, columns: int = 100) -> str:
+def chart(schedule: TaskSchedule, devices: int, until_s: float, at_s: float | None = None, columns: int = 100) -> str:
     """A Gantt chart as text: a row for each device, letters for tasks, dots for idle time, a mark at ``at_s``."""
     scale = columns / until_s
     lines = [f"  {'':9}{'':{round(at_s * scale)}}v"] if at_s is not None else []
@@ -200,7 +200,7 @@ def chart(schedule: Schedule, devices: int, until_s: float, at_s: float | None =
     return "\n".join(lines)
 
 
-def draw(path: Path, charts: Sequence[tuple[str, Schedule, float | None]]) -> None:
+def draw(path: Path, charts: Sequence[tuple[str, TaskSchedule, float | None]]) -> None:
     """The charts one above the other (needs matplotlib)."""
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.restrictions import layers_of
 from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
-from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import SharedRegions, backward_transfers, forward_transfers
 from shardplan.report.placement_text import cut_text
 
 
@@ -51,7 +51,7 @@ def _sent(problem: PlacementProblem, edge: Edge, strategy: Strategy) -> int:
     return there + (_between(backward_transfers(edge, made, read, problem.machine), nbytes.T) if edge.gradient else 0)
 
 
-def _between(sent: Transfers, nbytes: np.ndarray) -> int:
+def _between(sent: SharedRegions, nbytes: np.ndarray) -> int:
     remote = sent.message >= 0
     return int(nbytes[sent.source[remote], sent.target[remote]].sum())
 

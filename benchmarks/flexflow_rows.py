@@ -15,7 +15,7 @@ from benchmarks.flexflow_cases import PAPER_NAMES, Case, plan_on_all_devices, pr
 from benchmarks.flexflow_figures import totals
 from benchmarks.placement import walks
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.mcmc import Limits, anneal
+from shardplan.placement.mcmc import ChainLimits, anneal
 from shardplan.placement.restrictions import colocrl, optcnn
 from shardplan.placement.search import search
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -152,7 +152,7 @@ def best_of(case: Case, given: Given) -> Best:
         "random": random_strategy(here, np.random.default_rng((given.seed, 1 << 20))),
         "plan": plan_on_all_devices(case),
     }
-    found = search(here, starts, Limits(given.budget_s), seed=given.seed, workers=1)
+    found = search(here, starts, ChainLimits(given.budget_s), seed=given.seed, workers=1)
     return Best(starts, dict(found.starts), found.strategy, found.seconds, found.proposals)
 
 
@@ -186,7 +186,7 @@ def restrictions(models: Sequence[str], given: Given) -> list[Restricted]:
     for name, (cluster, compared, paper) in (("OptCNN", OPTCNN), ("ColocRL", COLOCRL)):
         for model in (m for m in compared if m in models):
             case = given.case(model, cluster)
-            best, limits = best_of(case, given), Limits(given.budget_s)
+            best, limits = best_of(case, given), ChainLimits(given.budget_s)
             if name == "OptCNN":
                 chain = optcnn(problem(case), [best.starts["dp"], best.starts["plan"]], limits, given.seed)
             else:
@@ -221,9 +221,9 @@ def stopped(models: Sequence[str], cluster: str, longer: int, given: Given) -> l
         here = problem(given.case(model, cluster))
         start = data_parallel(here)
         began = time.process_time()
-        ruled = anneal(here, start, np.random.default_rng(given.seed), Limits())
+        ruled = anneal(here, start, np.random.default_rng(given.seed), ChainLimits())
         elapsed_s = time.process_time() - began
-        many = Limits(proposals=longer * ruled.proposals, rule=False)
+        many = ChainLimits(proposals=longer * ruled.proposals, rule=False)
         found = ruled if longer == 1 else anneal(here, start, np.random.default_rng(given.seed), many)
         rows.append(Stopped(model, cluster, ruled.proposals, elapsed_s, ruled.seconds, found.seconds))
         _tell(f"{model} on {cluster}: {ruled.seconds:.4g} s by the stop rule, {found.seconds:.4g} s")
@@ -235,7 +235,7 @@ def search_over_time(case: Case, given: Given) -> list[Moment]:
     here = problem(case)
     start = data_parallel(here)
     full_s, _ = walks(here, start, 100, given.seed)
-    chain = anneal(here, start, np.random.default_rng(given.seed), Limits(), engine="numba")
+    chain = anneal(here, start, np.random.default_rng(given.seed), ChainLimits(), engine="numba")
     at = np.unique(np.linspace(0, len(chain.history) - 1, MOMENTS).astype(int))
     history = [chain.history[i] for i in at]
     return [Moment(n, best_s, elapsed_s, n * full_s) for n, elapsed_s, best_s in history]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardplan.cost import compute
 from shardplan.cost.tiles import Extents, tile_factor
-from shardplan.hlo.text import Computation, Instruction, Module, Shape, parse_module
+from shardplan.hlo.text import Computation, HloInstruction, Module, Shape, parse_module
 from shardplan.mesh import Device
 
 _FREE = frozenset(
@@ -109,7 +109,7 @@ def kernels_of(module: Module) -> dict[tuple[str, str], Kernel]:
     return result
 
 
-def _kernel(module: Module, computation: Computation, i: Instruction, times: int) -> Kernel:
+def _kernel(module: Module, computation: Computation, i: HloInstruction, times: int) -> Kernel:
     fused = _fused(module, i)
     kind = i.attribute(r'"kind":"([^"]+)"') or i.attribute(r'custom_call_target="([^"]+)"') or i.attribute(r"kind=(\w+)")
     if fused is None:
@@ -121,7 +121,7 @@ def _kernel(module: Module, computation: Computation, i: Instruction, times: int
     return Kernel(i.name, kind or i.opcode, i.op_name, times, read, written, products)
 
 
-def _fused(module: Module, i: Instruction) -> Computation | None:
+def _fused(module: Module, i: HloInstruction) -> Computation | None:
     name = next((name for role, name in i.called if role == "calls"), None) if i.opcode in _FUSIONS else None
     return None if name is None else module.computations[name]
 
@@ -130,7 +130,7 @@ def _nbytes(shapes: tuple[Shape, ...]) -> int:
     return sum(s.nbytes for s in shapes)
 
 
-def _alone(computation: Computation, i: Instruction) -> tuple[int, int]:
+def _alone(computation: Computation, i: HloInstruction) -> tuple[int, int]:
     """What an instruction outside of fusions reads and writes."""
     operands = [computation.instructions[name] for name in i.operands if name in computation.instructions]
     read, written = sum(_nbytes(o.leaves) for o in operands), _nbytes(i.leaves)
@@ -150,7 +150,7 @@ def _alone(computation: Computation, i: Instruction) -> tuple[int, int]:
             return read, written
 
 
-def _read(fused: Computation, value: Instruction, module: Module) -> int:
+def _read(fused: Computation, value: HloInstruction, module: Module) -> int:
     """Bytes of a parameter that a fusion reads: all, or those of its slices."""
     whole, total = _nbytes(value.leaves), 0
     for user in fused.users.get(value.name, ()):
@@ -167,14 +167,14 @@ def _read(fused: Computation, value: Instruction, module: Module) -> int:
     return min(whole, total)
 
 
-def _roots(fused: Computation) -> Iterator[Instruction]:
+def _roots(fused: Computation) -> Iterator[HloInstruction]:
     if fused.root.opcode == "tuple":
         yield from (fused.instructions[name] for name in fused.root.operands)
     else:
         yield fused.root
 
 
-def _written(fused: Computation, root: Instruction) -> int:
+def _written(fused: Computation, root: HloInstruction) -> int:
     """Bytes that a fusion writes for one result: of one that is updated in place, those of the update."""
     at = root
     while at.opcode in _SEEN_THROUGH and len(at.operands) == 1 and at.operands[0] in fused.instructions:
@@ -186,7 +186,7 @@ def _written(fused: Computation, root: Instruction) -> int:
     return _nbytes(root.leaves)
 
 
-def _products(module: Module, computation: Computation, i: Instruction) -> Iterator[Product]:
+def _products(module: Module, computation: Computation, i: HloInstruction) -> Iterator[Product]:
     """The products of a kernel."""
     target = _target(i) if i.opcode == "custom-call" else ""
     if i.opcode in _FUSIONS:
@@ -200,7 +200,7 @@ def _products(module: Module, computation: Computation, i: Instruction) -> Itera
         yield _convolution(computation, i, target)
 
 
-def _target(i: Instruction) -> str:
+def _target(i: HloInstruction) -> str:
     """The library function that a custom call runs."""
     return i.attribute(r'custom_call_target="([^"]+)"') or ""
 
@@ -209,19 +209,19 @@ def _is_product(target: str) -> bool:
     return any(word in target for word in ("matmul", "gemm", "conv"))
 
 
-def _dot(computation: Computation, i: Instruction) -> Product:
+def _dot(computation: Computation, i: HloInstruction) -> Product:
     left, out = computation.instructions[i.operands[0]].leaves[0], i.leaves[0]
     depth, batch = (math.prod(left.dims[int(d)] for d in re.findall(r"\d+", _dims(i, kind))) for kind in ("contracting", "batch"))
     rows = left.size // max(1, depth * batch)
     return Product(2.0 * out.size * depth, left.dtype, Extents(batch, rows, out.size // max(1, batch * rows), depth))
 
 
-def _dims(i: Instruction, kind: str) -> str:
+def _dims(i: HloInstruction, kind: str) -> str:
     """The text of the left operand's dims of a kind: from an instruction's attribute, or from a library call's configuration."""
     return i.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}") or i.attribute(rf'"lhs_{kind}_dimensions":\[([\d",]*)\]') or ""
 
 
-def _convolution(computation: Computation, i: Instruction, target: str) -> Product:
+def _convolution(computation: Computation, i: HloInstruction, target: str) -> Product:
     """By the kernel's elements that meet each output: the same product for a forward pass and both of its gradients.
 
     As an implicit product, the result has a row for each place and a column for each feature; where the result is a kernel, a row

@@ -15,7 +15,7 @@ from benchmarks.hlo_streams import Flight, Spent, Streams
 from shardplan.cost.network import Network
 from shardplan.errors import HloError
 from shardplan.hlo.meter import HloCollective, collectives_of
-from shardplan.hlo.text import Computation, Instruction, Module, parse_module, trip_count
+from shardplan.hlo.text import Computation, HloInstruction, Module, parse_module, trip_count
 from shardplan.mesh import Device
 from shardplan.mesh.factoring import device_order
 
@@ -95,7 +95,7 @@ class _Walk:
         return values[computation.root.name]
 
     def instruction(
-        self, computation: Computation, i: Instruction, operands: Sequence[_Value], arguments: Sequence[_Value]
+        self, computation: Computation, i: HloInstruction, operands: Sequence[_Value], arguments: Sequence[_Value]
     ) -> _Value:
         """The result of an instruction, issued now."""
         place = computation.name, i.name
@@ -127,14 +127,14 @@ class _Walk:
                 self.streams.compute(self.kernel_s.get(place, 0.0))
                 return None
 
-    def collective(self, i: Instruction, place: tuple[str, str]) -> _Value:
+    def collective(self, i: HloInstruction, place: tuple[str, str]) -> _Value:
         """Starts a collective. One of a single instruction, or one that is marked as synchronous, is waited for at once."""
         flight = self.streams.start(*self.prices[place])
         if not i.opcode.endswith("-start") or '"is_sync":true' in i.attributes:
             self.streams.wait(flight)
         return flight
 
-    def ended(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
+    def ended(self, i: HloInstruction, operands: Sequence[_Value]) -> _Value:
         """The second half of an asynchronous instruction: that of a collective waits, that of a kernel or copy does nothing."""
         flight = operands[0] if operands else None
         if isinstance(flight, Flight):
@@ -143,7 +143,7 @@ class _Walk:
             raise i.error("the second half of a collective whose start is not known")
         return None
 
-    def begun(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
+    def begun(self, i: HloInstruction, operands: Sequence[_Value]) -> _Value:
         """The first half of an asynchronous call: its kernels run now, and its collectives start as one over all their links."""
         name = _called(i)
         mine = [self.prices[name, own] for own in self.module.computations[name].instructions if (name, own) in self.prices]
@@ -154,7 +154,7 @@ class _Walk:
             self.streams.compute(self.kernel_s.get((name, own), 0.0))
         return self.streams.start(sum(s for s, _ in mine), frozenset[int]().union(*(links for _, links in mine)))
 
-    def dearest(self, i: Instruction, operands: Sequence[_Value]) -> _Value:
+    def dearest(self, i: HloInstruction, operands: Sequence[_Value]) -> _Value:
         """Runs the branch that takes longest, collectives under way included."""
         ends: list[tuple[float, str, _Value]] = []
         for number, (_, name) in enumerate(call for call in i.called if call[0] == "branch"):
@@ -166,7 +166,7 @@ class _Walk:
         _, name, own = max(ends, key=lambda end: end[0])
         return self.computation(name, [own])
 
-    def loop(self, i: Instruction, carried: _Value) -> _Value:
+    def loop(self, i: HloInstruction, carried: _Value) -> _Value:
         """Runs a while loop: iterations until the streams are in a state seen before; the remaining ones repeat these."""
         bodies = dict(i.called)
         trips = trip_count(i)
@@ -202,6 +202,6 @@ class _Walk:
         return remaining, places(carried)
 
 
-def _called(i: Instruction) -> str:
+def _called(i: HloInstruction) -> str:
     """The computation that a call runs."""
     return next(name for role, name in i.called if role in ("to_apply", "calls"))

@@ -21,7 +21,7 @@ from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.mcmc import Limits, anneal, propose
+from shardplan.placement.mcmc import ChainLimits, anneal, propose
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel
 from shardplan.report.tables import table
@@ -50,7 +50,7 @@ def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int 
     Both are seconds of this process, for which other processes do not count. A full simulation of `FULL` of the proposals, evenly
     spread over the search, stands for those of all.
     """
-    anneal(problem, start, np.random.default_rng(seed + 1), Limits(proposals=3), engine="numba")  # compiles
+    anneal(problem, start, np.random.default_rng(seed + 1), ChainLimits(proposals=3), engine="numba")  # compiles
     sampled, drawn, different = list[Strategy](), 0, 0
 
     def noted(*given: Any) -> tuple[int, Configuration]:
@@ -64,7 +64,7 @@ def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int 
         return i, chosen
 
     began = time.process_time()
-    limits = Limits(proposals=proposals, rule=False)
+    limits = ChainLimits(proposals=proposals, rule=False)
     chain = anneal(problem, start, np.random.default_rng(seed), limits, proposer=noted, engine="numba")
     delta_s = time.process_time() - began
     simulation = problem.simulation("numba")

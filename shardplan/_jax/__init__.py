@@ -28,7 +28,7 @@ from shardplan._jax.jaxprs import (
     threefry_partitionable,
     traced_at,
 )
-from shardplan._jax.processes import Store, absent_array, recoverable
+from shardplan._jax.processes import SharedTexts, absent_array, recoverable
 from shardplan._jax.programs import (
     array_type,
     compilations,
@@ -54,7 +54,7 @@ __all__ = [
     "WHOLE_SHAPE",
     "Literal",
     "Parameters",
-    "Store",
+    "SharedTexts",
     "absent_array",
     "argument_names",
     "array_type",

@@ -15,7 +15,7 @@ _SLICE_S = 1.0
 """The longest wait in one call of JAX: an interrupt (Ctrl-C) is noticed between two calls."""
 
 
-class Store:
+class SharedTexts:
     """Texts by key, which every process can set and wait for. Texts travel compressed. ``host`` is where process 0 runs.
 
     JAX's client has no public name; if it moves, ``jax.experimental.multihost_utils`` shows where JAX itself looks for it.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from shardplan.calibrate.measured_transfers import Transfer
+from shardplan.calibrate.measured_transfers import TimedCollective
 from shardplan.cost.compute import rated
 from shardplan.cost.network import Network
 from shardplan.graph import Graph
@@ -34,7 +34,7 @@ _FAST = 1e30
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """The work of a kernel, as the planner prices it: signatures of ops with the number of executions of each.
 
     ``dtypes`` are those of its matrix products.
@@ -48,7 +48,7 @@ class Work:
         return sum(times * whole_compute_s(signature, device) for signature, times in self.ops)
 
 
-def work_of(graph: Graph) -> Work:
+def work_of(graph: Graph) -> KernelWork:
     """The work of a graph that runs on one device, uncut."""
     counts: Counter[int] = Counter()
     signatures: dict[int, Signature] = {}
@@ -57,7 +57,7 @@ def work_of(graph: Graph) -> Work:
         counts[node.costed.id] += node.weight  # pyright: ignore[reportArgumentType] - times may be fractions
     products = [s.call for s in signatures.values() if s.contracts]
     dtypes = frozenset(next((d for d in call.dtypes if d), "float32") for call in products)
-    return Work(tuple((signatures[i], float(n)) for i, n in sorted(counts.items())), dtypes)
+    return KernelWork(tuple((signatures[i], float(n)) for i, n in sorted(counts.items())), dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def residuals(samples: Sequence[Sample]) -> tuple[Residual, ...]:
 
 
 def fit_device(
-    base: Device, measured: Sequence[tuple[Work, float]], launches: Sequence[tuple[Work, float]]
+    base: Device, measured: Sequence[tuple[KernelWork, float]], launches: Sequence[tuple[KernelWork, float]]
 ) -> tuple[Device, tuple[str, ...]]:
     """(the device whose rates predict the measured seconds best, the dtypes whose peaks are still those of ``base``).
 
@@ -159,7 +159,7 @@ class _Rates:
         return np.log([*(self.flops[d] for d in sorted(self.flops)), self.memory])
 
     @staticmethod
-    def best(base: Device, measured: Sequence[tuple[Work, float]], dtypes: Sequence[str], launch_s: float) -> _Rates:
+    def best(base: Device, measured: Sequence[tuple[KernelWork, float]], dtypes: Sequence[str], launch_s: float) -> _Rates:
         """The best rates that any kernel reached. No kernel is faster, so the fit starts at this upper edge."""
         free = _Rates(dict.fromkeys(dtypes, _FAST), _FAST, 0.0)
         flops, memory = dict.fromkeys(dtypes, 0.0), 0.0
@@ -181,14 +181,14 @@ class _Rates:
             launch_s=self.launch_s,
         )
 
-    def errors(self, base: Device, measured: Sequence[tuple[Work, float]]) -> NDArray[np.float64]:
+    def errors(self, base: Device, measured: Sequence[tuple[KernelWork, float]]) -> NDArray[np.float64]:
         """The residual of each kernel [kernels]."""
         device = self.device(base)
         return np.log([work.seconds(device) / seconds for work, seconds in measured])
 
 
 def fit_links(
-    cluster: Cluster, factors: Sequence[Factor], measured: Sequence[tuple[Transfer, float]]
+    cluster: Cluster, factors: Sequence[Factor], measured: Sequence[tuple[TimedCollective, float]]
 ) -> tuple[Cluster, tuple[str, ...]]:
     """(the cluster whose links and collective launch predict the measured seconds best, the names of the levels measured).
 
@@ -227,7 +227,7 @@ def fit_links(
     return with_links(_least_squares(start, errors)), tuple(cluster.levels[i].name for i in levels)
 
 
-def transfer_s(network: Network, transfer: Transfer) -> float:
+def transfer_s(network: Network, transfer: TimedCollective) -> float:
     """The predicted seconds of one execution of a collective."""
     return float(network.seconds(transfer.kind, transfer.over, transfer.nbytes))
 

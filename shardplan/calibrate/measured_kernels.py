@@ -18,7 +18,7 @@ _CHAIN = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class KernelArgument:
     """An argument of one device: normal floats from a seed, or whole numbers ``below`` a bound."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Kernel:
     family: str
     name: str
     function: Callable[..., Any]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ def _products(sizes: Sizes) -> Iterator[Kernel]:
             yield _product(f"{8 * n}x{n // 8}x{n}", (8 * n, n // 8), (n // 8, n), dtype)
             yield _product(f"8x{2 * n}x{2 * n}", (8, 2 * n), (2 * n, 2 * n), dtype)
             yield _product(f"{n}x{8 * n}x{n // 8}", (n, 8 * n), (8 * n, n // 8), dtype)
-            heads = (Argument((8, n // 2, n // 4), dtype), Argument((8, n // 4, n // 2), dtype))
+            heads = (KernelArgument((8, n // 2, n // 4), dtype), KernelArgument((8, n // 4, n // 2), dtype))
             yield Kernel("products", f"8 of {n // 2}x{n // 4}x{n // 2} {dtype}", lambda a, b: a @ b, heads)
 
 
 def _product(name: str, left: tuple[int, int], right: tuple[int, int], dtype: str) -> Kernel:
-    return Kernel("products", f"{name} {dtype}", lambda a, b: a @ b, (Argument(left, dtype), Argument(right, dtype)))
+    return Kernel("products", f"{name} {dtype}", lambda a, b: a @ b, (KernelArgument(left, dtype), KernelArgument(right, dtype)))
 
 
 def _convolution(x: Any, w: Any) -> Any:
@@ -105,9 +105,9 @@ def _convolution(x: Any, w: Any) -> Any:
 
 def _convolutions(sizes: Sizes) -> Iterator[Kernel]:
     side, features = sizes.image, 2 * sizes.image
-    x = Argument((4, side, side, features), "float32")
+    x = KernelArgument((4, side, side, features), "float32")
     for window in (1, 3):
-        w = Argument((window, window, features, features), "float32")
+        w = KernelArgument((window, window, features, features), "float32")
         name = f"{window}x{window} on 4x{side}x{side}x{features}"
         yield Kernel("convolutions", f"{name} float32", _convolution, (x, w))
         yield Kernel("convolutions", f"{name} float32, gradient of the input", _input_gradient, (x, w))
@@ -133,15 +133,15 @@ _MAPS: dict[str, Callable[..., Any]] = {
 def _elementwise(sizes: Sizes) -> Iterator[Kernel]:
     for n in sizes.elements:
         for name, function in _MAPS.items():
-            yield Kernel("elementwise", f"{name} of {n} float32", function, (Argument((n,), "float32"),) * 2)
+            yield Kernel("elementwise", f"{name} of {n} float32", function, (KernelArgument((n,), "float32"),) * 2)
     n = sizes.elements[1]
-    yield Kernel("elementwise", f"add of {n} bfloat16", _MAPS["add"], (Argument((n,), "bfloat16"),) * 2)
-    yield Kernel("elementwise", f"bfloat16 from float32, {n}", lambda a: a.astype("bfloat16"), (Argument((n,), "float32"),))
+    yield Kernel("elementwise", f"add of {n} bfloat16", _MAPS["add"], (KernelArgument((n,), "bfloat16"),) * 2)
+    yield Kernel("elementwise", f"bfloat16 from float32, {n}", lambda a: a.astype("bfloat16"), (KernelArgument((n,), "float32"),))
 
 
 def _reductions(sizes: Sizes) -> Iterator[Kernel]:
     for n in sizes.elements[1:]:
-        rows = Argument((n // 256, 256), "float32")
+        rows = KernelArgument((n // 256, 256), "float32")
         yield Kernel("reductions", f"rows of {n // 256}x256", lambda a: a.sum(1), (rows,))
         yield Kernel("reductions", f"columns of {n // 256}x256", lambda a: a.sum(0), (rows,))
         yield Kernel("reductions", f"softmax of {n // 256}x256", lambda a: jax.nn.softmax(a), (rows,))
@@ -150,14 +150,14 @@ def _reductions(sizes: Sizes) -> Iterator[Kernel]:
 
 def _gathers(sizes: Sizes) -> Iterator[Kernel]:
     for n in sizes.elements[1:]:
-        table, picks = Argument((n // 64, 64), "float32"), Argument((n // 256,), "int32", n // 64)
+        table, picks = KernelArgument((n // 64, 64), "float32"), KernelArgument((n // 256,), "int32", n // 64)
         yield Kernel("gathers", f"{n // 256} of {n // 64} rows of 64", lambda t, i: jnp.take(t, i, axis=0), (table, picks))
-        made = Argument((n // 256, 64), "float32")
+        made = KernelArgument((n // 256, 64), "float32")
         yield Kernel("gathers", f"{n // 256} rows of 64 added to {n // 64}", lambda t, i, x: t.at[i].add(x), (table, picks, made))
 
 
 def _launches() -> Iterator[Kernel]:
-    tiny = (Argument((8, 8), "float32"), Argument((8, 8), "float32"))
+    tiny = (KernelArgument((8, 8), "float32"), KernelArgument((8, 8), "float32"))
     yield Kernel(LAUNCHES, f"{_CHAIN} products of 8x8", _chain(lambda x, w: x @ w), tiny)
     yield Kernel(LAUNCHES, f"{_CHAIN} products of 8x8, each with its tanh", _chain(lambda x, w: jnp.tanh(x @ w)), tiny)
 

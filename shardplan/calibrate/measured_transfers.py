@@ -10,7 +10,7 @@ from typing import Any
 
 from jax import lax
 
-from shardplan.calibrate.measured_kernels import Argument
+from shardplan.calibrate.measured_kernels import KernelArgument
 from shardplan.ir import Collective, Factor
 from shardplan.mesh.machine import Machine
 
@@ -26,7 +26,7 @@ KINDS: tuple[Collective, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TimedCollective:
     """A collective of float32 over some factors; ``nbytes`` as `shardplan.cost.network` counts them."""
 
     kind: Collective
@@ -46,10 +46,10 @@ class Transfer:
         return f"{self.family} of {self.nbytes} bytes over {'+'.join(self.level_names)}"
 
     @property
-    def argument(self) -> Argument:
+    def argument(self) -> KernelArgument:
         """The operand on one device."""
         own = self.nbytes // self.ways if self.kind == Collective.ALL_GATHER else self.nbytes
-        return Argument((own // 4,), "float32")
+        return KernelArgument((own // 4,), "float32")
 
     def function(self, axes: Sequence[str]) -> Callable[[Any], Any]:
         """The collective over these mesh axes, for use inside a `shard_map`."""
@@ -67,7 +67,7 @@ class Transfer:
                 return lambda x: lax.ppermute(x, names, [(i, i + 1) for i in range(self.ways - 1)])
 
 
-def transfers(cluster: Machine, factors: Sequence[Factor]) -> tuple[Transfer, ...]:
+def transfers(cluster: Machine, factors: Sequence[Factor]) -> tuple[TimedCollective, ...]:
     """All collectives of a calibration: every kind and size over every level, and over all levels together."""
     groups: list[tuple[int, ...]] = [(i,) for i in range(len(factors))]
     if len(factors) > 1:
@@ -78,9 +78,11 @@ def transfers(cluster: Machine, factors: Sequence[Factor]) -> tuple[Transfer, ..
     )
 
 
-def transfer(cluster: Machine, factors: Sequence[Factor], kind: Collective, over: tuple[int, ...], nbytes: int) -> Transfer:
+def transfer(
+    cluster: Machine, factors: Sequence[Factor], kind: Collective, over: tuple[int, ...], nbytes: int
+) -> TimedCollective:
     """A collective, its bytes rounded up so that every device has the same number of elements."""
     ways = math.prod(factors[i].size for i in over)
     unit = 4 * ways
     names = tuple(cluster.levels[factors[i].level].name for i in over)
-    return Transfer(kind, over, -(-nbytes // unit) * unit, names, ways)
+    return TimedCollective(kind, over, -(-nbytes // unit) * unit, names, ways)

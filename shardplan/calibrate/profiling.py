@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from shardplan.calibrate.cache import Cache, key_of
 from shardplan.calibrate.defaults import BOUND, ROUNDS
 from shardplan.calibrate.fitting import (
+    KernelWork,
     Residual,
     Sample,
-    Work,
     contention_of,
     fit_device,
     fit_links,
@@ -26,9 +26,9 @@ from shardplan.calibrate.fitting import (
     transfer_s,
     work_of,
 )
-from shardplan.calibrate.measured_kernels import LAUNCHES, Argument, Kernel, kernels, sizes_of
-from shardplan.calibrate.measured_transfers import Transfer, transfer, transfers
-from shardplan.calibrate.timing import Task, Timed, spread_of, timed
+from shardplan.calibrate.measured_kernels import LAUNCHES, Kernel, KernelArgument, kernels, sizes_of
+from shardplan.calibrate.measured_transfers import TimedCollective, transfer, transfers
+from shardplan.calibrate.timing import Timed, TimedFunction, spread_of, timed
 from shardplan.cost.network import Network
 from shardplan.errors import CalibrationError, ClusterError
 from shardplan.frontend.trace import trace
@@ -83,7 +83,9 @@ class Bench:
         """The cache key of a measurement that ``what`` (JSON values) identifies on these devices."""
         return key_of({**self.identity, "what": what})
 
-    def seconds(self, tasks: Mapping[str, tuple[Task, Any]], done: Callable[[float], None]) -> tuple[dict[str, Timed], int]:
+    def seconds(
+        self, tasks: Mapping[str, tuple[TimedFunction, Any]], done: Callable[[float], None]
+    ) -> tuple[dict[str, Timed], int]:
         """(the seconds of each task by name, how many of them came from the cache).
 
         Each task comes with the JSON values that identify it on these devices. Measurements whose spread is within the bound go
@@ -129,7 +131,7 @@ def calibrate(
     listed, moves = kernels(sizes_of(bench.cluster.device.platform)), transfers(bench.cluster, bench.factors)
     works = {k.name: work_of_kernel(k) for k in listed}
     kernel_times, kernels_cached = bench.seconds(
-        {k.name: (Task(k.function, k.arguments), kernel_text(k)) for k in listed},
+        {k.name: (TimedFunction(k.function, k.arguments), kernel_text(k)) for k in listed},
         lambda part: tell("measuring kernels", 0.6 * part),
     )
     move_times, moves_cached = bench.seconds(
@@ -152,9 +154,9 @@ class _Measured:
     """The kernels with the work that the planner prices, the collectives, and the measured seconds of both by name."""
 
     kernels: Sequence[Kernel]
-    works: Mapping[str, Work]
+    works: Mapping[str, KernelWork]
     kernel_times: Mapping[str, Timed]
-    moves: Sequence[Transfer]
+    moves: Sequence[TimedCollective]
     move_times: Mapping[str, Timed]
 
 
@@ -232,7 +234,7 @@ def _processor() -> str:
     return next(named, "") or host.processor() or host.machine()
 
 
-def work_of_kernel(kernel: Kernel) -> Work:
+def work_of_kernel(kernel: Kernel) -> KernelWork:
     """The work of a kernel on one device, as the planner prices it."""
     with jax.enable_x64(any(a.dtype == "float64" for a in kernel.arguments)):
         return work_of(flatten(trace(kernel.function, *(a.struct for a in kernel.arguments)).program))
@@ -244,11 +246,11 @@ def kernel_text(kernel: Kernel) -> str:
         return str(jax.make_jaxpr(kernel.function)(*(a.struct for a in kernel.arguments)))
 
 
-def _task(move: Transfer, bench: Bench) -> Task:
-    return Task(move.function([bench.factors[i].name for i in move.over]), (move.argument,))
+def _task(move: TimedCollective, bench: Bench) -> TimedFunction:
+    return TimedFunction(move.function([bench.factors[i].name for i in move.over]), (move.argument,))
 
 
-def transfer_text(move: Transfer, bench: Bench) -> list[Any]:
+def transfer_text(move: TimedCollective, bench: Bench) -> list[Any]:
     """The collective's kind, the factors that it runs over, and its bytes."""
     return [move.kind.name.lower(), [[bench.factors[i].size, bench.factors[i].level] for i in move.over], move.nbytes]
 
@@ -263,10 +265,10 @@ def _check_spread(spread: tuple[float, float, str], bound: float) -> None:
         )
 
 
-def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float], None]) -> float:
+def _contention(bench: Bench, works: Mapping[str, KernelWork], done: Callable[[float], None]) -> float:
     """The contention of a product and an all-reduce over all devices that take about as long as each other."""
     n = sizes_of(bench.cluster.device.platform).square[1]
-    operands = (Argument((n, n), "float32"), Argument((n, n), "float32"))
+    operands = (KernelArgument((n, n), "float32"), KernelArgument((n, n), "float32"))
     network, over = Network(bench.cluster, bench.factors), tuple(range(len(bench.factors)))
     alone_s = works[f"{n}x{n}x{n} float32"].seconds(bench.cluster.device)
     tried = [transfer(bench.cluster, bench.factors, Collective.ALL_REDUCE, over, 1 << p) for p in range(10, 31)]
@@ -274,9 +276,9 @@ def _contention(bench: Bench, works: Mapping[str, Work], done: Callable[[float],
     send = move.function([f.name for f in bench.factors])
     options = tuple(sorted(xla_flags(bench.cluster).items())) if bench.cluster.device.platform == "gpu" else ()
     tasks = {
-        "compute": Task(lambda a, b: a @ b, operands, options),
-        "communication": Task(send, (move.argument,), options),
-        "both": Task(lambda a, b, x: (a @ b, send(x)), (*operands, move.argument), options),
+        "compute": TimedFunction(lambda a, b: a @ b, operands, options),
+        "communication": TimedFunction(send, (move.argument,), options),
+        "both": TimedFunction(lambda a, b, x: (a @ b, send(x)), (*operands, move.argument), options),
     }
     what = [n, transfer_text(move, bench), [list(option) for option in options]]
     times, _ = bench.seconds({name: (task, ["contention", name, *what]) for name, task in tasks.items()}, done)

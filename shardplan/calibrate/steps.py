@@ -17,7 +17,7 @@ from shardplan.plans.runner import Leaves, Runner
 from shardplan.verify.on_host import drawn
 
 
-class Runs(Protocol):
+class RunnablePlan(Protocol):
     """A plan, as far as it is run here."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
@@ -50,7 +50,7 @@ class _Ready:
 
 
 def step_seconds(
-    plans: Mapping[str, Runs],
+    plans: Mapping[str, RunnablePlan],
     step: Callable[..., Any],
     args: Sequence[Any],
     *,

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardplan.calibrate.measured_kernels import Argument
+from shardplan.calibrate.measured_kernels import KernelArgument
 
 TARGET_S = 0.02
 """The seconds of one run: a hundred times what it costs to start a program on eight simulated devices."""
@@ -41,11 +41,11 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TimedFunction:
     """A function of local arrays, for use inside a `shard_map` over the whole mesh, and its arguments on one device."""
 
     function: Callable[..., Any]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -64,9 +64,9 @@ class _Program:
         return time.perf_counter() - began
 
 
-def timed(tasks: Sequence[Task], mesh: Mesh, *, rounds: int, done: Callable[[float], None]) -> list[Timed]:
+def timed(tasks: Sequence[TimedFunction], mesh: Mesh, *, rounds: int, done: Callable[[float], None]) -> list[Timed]:
     """Seconds of one execution of each task, by ``rounds`` interleaved runs; ``done`` is told the fraction of the work done."""
-    empty = _prepared(Task(lambda x: x + 1, (Argument((8,), "float32"),)), mesh, 0.0)
+    empty = _prepared(TimedFunction(lambda x: x + 1, (KernelArgument((8,), "float32"),)), mesh, 0.0)
     overhead_s = min(empty.seconds() for _ in range(5))
     programs: list[_Program] = []
     for number, task in enumerate(tasks):
@@ -100,7 +100,7 @@ def timed_of(seconds: Sequence[float]) -> Timed:
     return Timed(float(middle), float((high - low) / middle))
 
 
-def _prepared(task: Task, mesh: Mesh, overhead_s: float) -> _Program:
+def _prepared(task: TimedFunction, mesh: Mesh, overhead_s: float) -> _Program:
     """The task's program, with as many executions as take `TARGET_S`; an empty overhead asks for one."""
     arguments, times = placed(task, mesh), 1
     while True:
@@ -114,7 +114,7 @@ def _prepared(task: Task, mesh: Mesh, overhead_s: float) -> _Program:
         times = max(times + 1, min(int(wanted), _MOST_TIMES))
 
 
-def placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
+def placed(task: TimedFunction, mesh: Mesh) -> tuple[Any, ...]:
     """The arguments of a task, the same on every device, stacked along a leading dim."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     result: list[Any] = []
@@ -126,7 +126,7 @@ def placed(task: Task, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def compiled(task: Task, mesh: Mesh, arguments: Sequence[Any], times: int) -> Any:
+def compiled(task: TimedFunction, mesh: Mesh, arguments: Sequence[Any], times: int) -> Any:
     """The program that executes a task ``times`` times on placed arguments, and returns every device's last result."""
     spec = PartitionSpec(mesh.axis_names)
 
@@ -146,7 +146,7 @@ def compiled(task: Task, mesh: Mesh, arguments: Sequence[Any], times: int) -> An
         return jax.jit(mapped).lower(*arguments).compile({**_OPTIONS, **dict(task.options)})
 
 
-def _wide(task: Task) -> contextlib.AbstractContextManager[Any]:
+def _wide(task: TimedFunction) -> contextlib.AbstractContextManager[Any]:
     """JAX makes float64 arrays only where the user has asked for them: a task that has them asks."""
     return jax.enable_x64(True) if any(a.dtype == "float64" for a in task.arguments) else contextlib.nullcontext()
 

@@ -69,7 +69,7 @@ class Hierarchy:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class FastestProgram:
     """A program that is the fastest for some bytes, and its line."""
 
     latency_s: float
@@ -78,17 +78,17 @@ class Priced:
     text: str
 
 
-def best_programs(network: Network, over: Sequence[int], goal: Goal = Collective.ALL_REDUCE) -> tuple[Priced, ...]:
+def best_programs(network: Network, over: Sequence[int], goal: Goal = Collective.ALL_REDUCE) -> tuple[FastestProgram, ...]:
     """The fastest programs over these factors for any number of bytes, fewest first: of whole levels, or of one taken apart."""
     key = ("best programs", frozenset(over), goal)
     if key not in network.memo:
-        found: list[tuple[float, float, int, Priced]] = []
+        found: list[tuple[float, float, int, FastestProgram]] = []
         for division in (None, *divisions(network, over)):
             of = hierarchy(network, over, division)
             prefix = "" if division is None else f"{division}: "
             result = envelope(of.network, [i for entry in of.levels for i in entry], goal, of.levels)
             for (latency_s, slope), program in zip(result.lines.tolist(), result.programs, strict=True):
-                one = Priced(latency_s, slope, program, prefix + program.text(of.names))
+                one = FastestProgram(latency_s, slope, program, prefix + program.text(of.names))
                 found.append((latency_s, slope, len(program.steps), one))
         network.memo[key] = tuple(lowest(found))
     return network.memo[key]

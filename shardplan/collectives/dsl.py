@@ -24,7 +24,7 @@ from typing import assert_never
 
 from ..errors import ReductionError, nearest
 from ..ir import Collective
-from .states import COLLECTIVES, Clash, Context, Goal, P2Collective, Space, State
+from .states import COLLECTIVES, Clash, Context, Goal, P2Collective, State, StateSpace
 
 Shape = tuple[int, ...]
 _REMEDY = "`shardplan reduce` lists the correct programs"
@@ -136,7 +136,7 @@ class Refusal:
     clash: Clash
 
 
-def advance(space: Space, collective: P2Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
+def advance(space: StateSpace, collective: P2Collective, among: Sequence[Sequence[int]], context: Context) -> Context | Refusal:
     """The context after one step, or the reason that the step is refused.
 
     Information must increase strictly: a step in which a group learns nothing is refused too.
@@ -170,7 +170,7 @@ def replay(
     names = names or tuple(f"level{i}" for i in range(len(shape)))
     if program.depth != len(shape):
         raise ReductionError(f"a program for {program.depth} levels does not fit the {len(shape)} levels of {list(shape)}")
-    space = Space(math.prod(shape))
+    space = StateSpace(math.prod(shape))
     contexts = [space.initial(goal, order)]
     for number, step in enumerate(program.steps):
         among = groups(shape, step)
@@ -198,7 +198,7 @@ def replay(
 
 
 def brief(state: str) -> str:
-    """A state as `Space.show` writes it, with runs of equal rows counted.
+    """A state as `StateSpace.show` writes it, with runs of equal rows counted.
 
     >>> brief("1100/1100/0000/0011")
     '2 x 1100/0000/0011'

@@ -14,7 +14,7 @@ from ..cost.network import Network
 from ..ir import Collective
 from .dsl import Instruction, Master, Reduction, ReductionError, Refusal, advance, groups, replay
 from .ranking import entries
-from .states import Space
+from .states import StateSpace
 
 Part = tuple[int, int, int]  # index of an axis, size and stride within the axis
 SMALL = 64  # up to this many devices a program is replayed on its true sizes, beyond with every level at two
@@ -159,7 +159,7 @@ def _check_same_code(program: Reduction, shape: tuple[int, ...], names: Sequence
 
     Where masters scatter or gather, the other devices' buffers change size, and their contents are void.
     """
-    space = Space(math.prod(shape))
+    space = StateSpace(math.prod(shape))
     context = space.initial()
     for number, step in enumerate(program.steps):
         among = groups(shape, step)

@@ -32,7 +32,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RankedMatrix:
     """A matrix with the weighted sums of its requests' seconds: by one AllReduce each, and by the best program of each."""
 
     matrix: Matrix
@@ -43,7 +43,7 @@ class Placed:
 
 def place(
     cluster: Cluster, matrix: Matrix, requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
-) -> Placed:
+) -> RankedMatrix:
     """The seconds and best programs of the requests with axes placed by ``matrix``."""
     factors, axes = matrix.factors(cluster)
     network = Network(cluster, factors)
@@ -56,7 +56,7 @@ def place(
         flat += request.weight * float(network.seconds(Collective.ALL_REDUCE, over, request.nbytes, algorithm=algorithm))
         best += request.weight * seconds
         programs.append(program)
-    return Placed(matrix, flat, best, tuple(programs))
+    return RankedMatrix(matrix, flat, best, tuple(programs))
 
 
 def check_over(over: Sequence[int], axes: int) -> None:
@@ -74,7 +74,7 @@ def check_over(over: Sequence[int], axes: int) -> None:
 
 def rank_matrices(
     cluster: Cluster, axes: Sequence[int], requests: Sequence[Request], *, algorithm: Algorithm = "auto", max_size: int = 5
-) -> tuple[Placed, ...]:
+) -> tuple[RankedMatrix, ...]:
     """Every matrix of these axes, best first: by seconds of its best programs, then of its all-reduces, then by its text.
 
     Raises `ClusterError` where there is no request to rank by.

@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[D]):
+class ArrayPart(Generic[D]):
     """A part of an array that goes from one device to another, or stays where both are the same."""
 
     source: D
@@ -26,7 +26,7 @@ class Piece(Generic[D]):
 
 def pieces(
     held: Sequence[tuple[D, Box]], wanted: Sequence[tuple[D, Box]], near: Collection[D]
-) -> tuple[tuple[Piece[D], ...], ...]:
+) -> tuple[tuple[ArrayPart[D], ...], ...]:
     """For each wanted block the pieces that it is made of, in row-major order; none where they do not make up the block.
 
     Every piece comes from its target itself where that holds it, else from a device of ``near``, else from any; the devices that
@@ -52,12 +52,12 @@ def pieces(
         whole = sum(size_of(part) for _, part in found) == size_of(wanted_box)
         return tuple(found) if whole else ()
 
-    result: list[tuple[Piece[D], ...]] = []
+    result: list[tuple[ArrayPart[D], ...]] = []
     for n, (target, wanted_box) in enumerate(wanted):
-        own: list[Piece[D]] = []
+        own: list[ArrayPart[D]] = []
         for box, part in parts_of(wanted_box):
             sources = chosen[box]
-            own.append(Piece(target if target in holders[box] else sources[n % len(sources)], target, part))
+            own.append(ArrayPart(target if target in holders[box] else sources[n % len(sources)], target, part))
         result.append(tuple(own))
     return tuple(result)
 
@@ -67,7 +67,7 @@ def size_of(box: Box) -> int:
     return math.prod(b - a for a, b in box)
 
 
-def in_rounds(parts: Sequence[Piece[D]]) -> tuple[tuple[Piece[D], ...], ...]:
+def in_rounds(parts: Sequence[ArrayPart[D]]) -> tuple[tuple[ArrayPart[D], ...], ...]:
     """The pieces in rounds. In a round all have one shape, and no device sends or receives two: it is one permute.
 
     >>> columns, rows = [(n, ((0, 2), (n, n + 1))) for n in (0, 1)], [(n, ((n, n + 1), (0, 2))) for n in (0, 1)]
@@ -75,7 +75,7 @@ def in_rounds(parts: Sequence[Piece[D]]) -> tuple[tuple[Piece[D], ...], ...]:
     >>> [[(p.source, p.target) for p in turn] for turn in in_rounds(parts)]
     [[(0, 0), (1, 1)], [(1, 0), (0, 1)]]
     """
-    rounds: list[list[Piece[D]]] = []
+    rounds: list[list[ArrayPart[D]]] = []
     for part in parts:
         for turn in rounds:
             if all(shape_of(p.box) == shape_of(part.box) and p.source != part.source and p.target != part.target for p in turn):

@@ -71,7 +71,7 @@ class Clash:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class StateSpace:
     """States of ``k`` devices."""
 
     k: int

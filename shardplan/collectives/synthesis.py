@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from ..ir import Collective
 from .dsl import Instruction, Master, Reduction, Shape, groups, instructions
-from .states import Context, Goal, P2Collective, Space, State
+from .states import Context, Goal, P2Collective, State, StateSpace
 
 Order = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ class Walks:
 
     def __init__(self, shape: Shape, goal: Goal = Collective.ALL_REDUCE, order: Order | None = None) -> None:
         self.shape = shape
-        self.space = Space(math.prod(shape))
+        self.space = StateSpace(math.prod(shape))
         chunks = chunk_order(shape, order)
         self.start = self.space.initial(goal, chunks)
         self.end = self.space.target(goal, chunks)

@@ -22,7 +22,7 @@ from scipy.sparse import csr_array
 from shardplan.errors import ScheduleError
 
 from .graph import Dag, Transfer, best_tails
-from .schedules import Orders, Schedule
+from .schedules import Orders, TaskSchedule
 
 # Twelve tasks on eight devices took 5 s at most on DAGs drawn as in benchmarks/fd_dps.py.
 MAX_TASKS = 12
@@ -30,7 +30,7 @@ MAX_TASKS = 12
 GAP = 1e-6
 
 
-def exact(dag: Dag, known: Schedule, *, time_limit_s: float | None = None) -> Schedule:
+def exact(dag: Dag, known: TaskSchedule, *, time_limit_s: float | None = None) -> TaskSchedule:
     """The shortest schedule; ``known`` is any valid schedule, whose makespan bounds the search.
 
     Raises `ScheduleError` for more than `MAX_TASKS` tasks, and where ``time_limit_s`` ends before the proof.
@@ -192,7 +192,7 @@ def _alike(times: NDArray[np.float64], ready: NDArray[np.float64], memory: tuple
     return memory[d] == memory[e] and bool((times[:, d] == times[:, e]).all() and (ready[:, d] == ready[:, e]).all())
 
 
-def _schedule(dag: Dag, x: NDArray[np.float64]) -> Schedule:
+def _schedule(dag: Dag, x: NDArray[np.float64]) -> TaskSchedule:
     """The solver's devices, and its orders freed of rounding: each task as early as they allow."""
     n, devices = dag.tasks, dag.devices
     device: list[int] = np.reshape(x[: n * devices], (n, devices)).argmax(1).tolist()

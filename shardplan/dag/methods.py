@@ -18,7 +18,7 @@ from .graph import Dag
 from .heft import heft
 from .lookahead import lookahead
 from .memory import Room, StuckError, packing
-from .schedules import Orders, Schedule
+from .schedules import Orders, TaskSchedule
 from .validation import checked
 
 Method = Literal["fd-dps", "heft", "exact"]
@@ -30,7 +30,7 @@ def schedule_dag(
     method: Method = "fd-dps",
     memory: ArrayLike | None = None,
     sizes: Sequence[float] | None = None,
-) -> Schedule:
+) -> TaskSchedule:
     """Where and when tasks run, so that the last one ends soon.
 
     ``times`` [tasks][devices] are seconds, ``edges`` {(i, j): seconds} what the result of i needs to reach j on another device:
@@ -46,7 +46,7 @@ def schedule_dag(
     return planned(checked(times, edges, memory=memory, sizes=sizes), method)
 
 
-def planned(dag: Dag, method: Method = "fd-dps") -> Schedule:
+def planned(dag: Dag, method: Method = "fd-dps") -> TaskSchedule:
     """A schedule of a checked DAG.
 
     ``"fd-dps"`` differs from the paper, whose own rules give longer schedules than HEFT (benchmarks/fd_dps.py prints both). The
@@ -78,7 +78,7 @@ def built(dag: Dag, build: Callable[[Dag, Room], Orders], pack: Callable[[Dag], 
         return build(dag, Room(dag, pack(dag)))
 
 
-def _fd_dps(dag: Dag) -> Schedule:
+def _fd_dps(dag: Dag) -> TaskSchedule:
     pack = cache(packing)
     turned = built(dag.reversed(), lookahead, lambda _: pack(dag))  # the same tasks have the same packing
     starts = [built(dag, lookahead, pack), _backwards(turned, dag)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .pipelines import Kind, Pipeline, Work, folded, looped
+from .pipelines import PassKind, Pipeline, PipelineTask, folded, looped
 
 
 def gpipe(devices: int, microbatches: int) -> Pipeline:
     """All forward passes, then all backward passes (Huang et al. 2019, section 2.3)."""
     passes = range(microbatches)
-    orders = [[*(Work("forward", d, k) for k in passes), *(Work("both", d, k) for k in passes)] for d in range(devices)]
+    orders = [
+        [*(PipelineTask("forward", d, k) for k in passes), *(PipelineTask("both", d, k) for k in passes)] for d in range(devices)
+    ]
     return Pipeline("GPipe", looped(devices, 1), _frozen(orders))
 
 
@@ -18,14 +20,14 @@ def one_f_one_b(devices: int, microbatches: int) -> Pipeline:
     """1F1B: a device begins as many microbatches as devices follow it, itself included, then one for each that it ends
     (PipeDream-Flush; Narayanan et al. 2021, section 2.2).
     """
-    orders: list[list[Work]] = []
+    orders: list[list[PipelineTask]] = []
     for d in range(devices):
         ahead = min(devices - d, microbatches)
-        order = [Work("forward", d, k) for k in range(ahead)]
+        order = [PipelineTask("forward", d, k) for k in range(ahead)]
         for k in range(microbatches):
-            order.append(Work("both", d, k))
+            order.append(PipelineTask("both", d, k))
             if k + ahead < microbatches:
-                order.append(Work("forward", d, k + ahead))
+                order.append(PipelineTask("forward", d, k + ahead))
         orders.append(order)
     return Pipeline("1F1B", looped(devices, 1), _frozen(orders))
 
@@ -36,13 +38,13 @@ def interleaved(devices: int, microbatches: int, each: int = 2) -> Pipeline:
     """
     assert microbatches % devices == 0, "interleaved 1F1B takes microbatches in groups of as many as there are devices"
     total, round_ = microbatches * each, devices * each
-    orders: list[list[Work]] = []
+    orders: list[list[PipelineTask]] = []
     for d in range(devices):
 
-        def at(n: int, d: int = d, *, kind: Kind) -> Work:
+        def at(n: int, d: int = d, *, kind: PassKind) -> PipelineTask:
             turn = n % round_ // devices
             chunk = turn if kind == "forward" else each - 1 - turn
-            return Work(kind, chunk * devices + d, n // round_ * devices + n % devices)
+            return PipelineTask(kind, chunk * devices + d, n // round_ * devices + n % devices)
 
         ahead = min(2 * (devices - d - 1) + (each - 1) * devices + 1, total)
         order = [at(n, kind="forward") for n in range(ahead)]
@@ -58,17 +60,17 @@ def zb_h1(devices: int, microbatches: int) -> Pipeline:
     """ZB-H1: 1F1B with the gradients of weights put off, on device d by d microbatches, so that every device has as many
     microbatches in flight as the first (Qi et al. 2023, section 2.3).
     """
-    orders: list[list[Work]] = []
+    orders: list[list[PipelineTask]] = []
     for d in range(devices):
         ahead = min(devices - d, microbatches)
-        order = [Work("forward", d, k) for k in range(ahead)]
+        order = [PipelineTask("forward", d, k) for k in range(ahead)]
         for k in range(microbatches):
-            order.append(Work("backward", d, k))
+            order.append(PipelineTask("backward", d, k))
             if k >= d:
-                order.append(Work("weight", d, k - d))
+                order.append(PipelineTask("weight", d, k - d))
             if k + ahead < microbatches:
-                order.append(Work("forward", d, k + ahead))
-        order += [Work("weight", d, k) for k in range(max(microbatches - d, 0), microbatches)]
+                order.append(PipelineTask("forward", d, k + ahead))
+        order += [PipelineTask("weight", d, k) for k in range(max(microbatches - d, 0), microbatches)]
         orders.append(order)
     return Pipeline("ZB-H1", looped(devices, 1), _frozen(orders))
 
@@ -78,7 +80,7 @@ def zb_v(devices: int, microbatches: int) -> Pipeline:
     of a longer schedule.
     """
     count = max(2 * devices - 1, microbatches)
-    orders: list[list[Work]] = []
+    orders: list[list[PipelineTask]] = []
     for d in range(devices):
         w = _Writer((d, 2 * devices - 1 - d))
         w.add("forward", 0, 2 * (devices - d) - 1)
@@ -110,8 +112,8 @@ def dualpipe_v(devices: int, microbatches: int) -> Pipeline:
     (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe). Passes that it runs at once take as long here as one after the other.
     """
     assert microbatches >= 2 * devices, "DualPipe-V is for at least two microbatches a device"
-    orders: list[list[Work]] = []
-    paired: set[Work] = set()
+    orders: list[list[PipelineTask]] = []
+    paired: set[PipelineTask] = set()
     for d in range(devices):
         w, behind = _Writer((d, 2 * devices - 1 - d)), devices - d - 1
         w.add("forward", 0, 2 * behind)
@@ -176,24 +178,24 @@ class _Writer:
     """Writes the order of a device with two chunks: each kind of task takes the next microbatch of its chunk."""
 
     def __init__(self, chunks: tuple[int, int]) -> None:
-        self.order: list[Work] = []
-        self.done: dict[tuple[Kind, int], int] = dict.fromkeys(
+        self.order: list[PipelineTask] = []
+        self.done: dict[tuple[PassKind, int], int] = dict.fromkeys(
             ((kind, half) for kind in ("forward", "backward", "weight") for half in (0, 1)), 0
         )
         self._chunks = chunks
-        self._late: list[Work] = []  # gradients of weights that are put off
+        self._late: list[PipelineTask] = []  # gradients of weights that are put off
 
-    def add(self, kind: Kind, half: int, count: int = 1) -> None:
+    def add(self, kind: PassKind, half: int, count: int = 1) -> None:
         """Adds tasks of one chunk; ``half`` 0 is the one on the way down."""
-        passes: Kind = "backward" if kind == "both" else kind
+        passes: PassKind = "backward" if kind == "both" else kind
         for _ in range(count):
             k = self.done[passes, half]
-            self.order.append(Work(kind, self._chunks[half], k))
+            self.order.append(PipelineTask(kind, self._chunks[half], k))
             self.done[passes, half] += 1
             if kind == "backward":
-                self._late.append(Work("weight", self._chunks[half], k))
+                self._late.append(PipelineTask("weight", self._chunks[half], k))
             if kind == "weight":
-                self._late.remove(Work("weight", self._chunks[half], k))
+                self._late.remove(PipelineTask("weight", self._chunks[half], k))
 
     def split(self, half: int) -> None:
         """Adds both halves of a backward pass, one after the other."""
@@ -211,5 +213,5 @@ class _Writer:
         self._late = []
 
 
-def _frozen(orders: list[list[Work]]) -> tuple[tuple[Work, ...], ...]:
+def _frozen(orders: list[list[PipelineTask]]) -> tuple[tuple[PipelineTask, ...], ...]:
     return tuple(map(tuple, orders))

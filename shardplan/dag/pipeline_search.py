@@ -17,13 +17,13 @@ from .critical import shorten
 from .graph import Dag
 from .memory import Room
 from .pipeline_orders import known_on
-from .pipelines import Kind, Pipeline, Run, Seconds, Work, folded, held_change, looped, needs, run
+from .pipelines import PassKind, Pipeline, PipelineRun, PipelineTask, Seconds, folded, held_change, looped, needs, run
 from .schedules import Orders
 from .validation import checked
 
-KINDS: tuple[Kind, ...] = ("forward", "backward", "weight")
+KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight")
 
-PREFERENCES: tuple[tuple[Kind, Kind, Kind], ...] = (
+PREFERENCES: tuple[tuple[PassKind, PassKind, PassKind], ...] = (
     ("backward", "forward", "weight"),
     ("forward", "backward", "weight"),
     ("backward", "weight", "forward"),
@@ -32,7 +32,7 @@ PREFERENCES: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PipelineProblem:
     """A question: the device and the seconds of each chunk, the microbatches, how many of them a device may have in flight, each
     counted for each of its chunks (at least its chunks), and the seconds of a transfer between devices.
     """
@@ -55,12 +55,12 @@ class Wanted:
             found = max(found, sum(s.forward for s in earlier) + sends + busy)
         return found
 
-    def runs(self, pipeline: Pipeline) -> Run:
+    def runs(self, pipeline: Pipeline) -> PipelineRun:
         """When the tasks of a pipeline run."""
         return run(pipeline, self.seconds, self.send_s)
 
 
-def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_s: float = 0.0) -> tuple[Pipeline, Run]:
+def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_s: float = 0.0) -> tuple[Pipeline, PipelineRun]:
     """The shortest pipeline found for layers in two parts for each device: looped, folded, or two consecutive ones a device.
 
     ``halves`` [2 devices] are the seconds of the parts in the order of the layers, and a device has at most ``most`` >= 2
@@ -69,11 +69,11 @@ def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_
     devices = len(halves) // 2
     whole = tuple(Seconds(*map(sum, zip(*pair, strict=True))) for pair in zip(halves[::2], halves[1::2], strict=True))
     questions = [
-        Wanted(folded(devices), tuple(halves), microbatches, most, send_s),
-        Wanted(looped(devices, 2), tuple(halves), microbatches, most, send_s),
-        Wanted(looped(devices, 1), whole, microbatches, most // 2, send_s),
+        PipelineProblem(folded(devices), tuple(halves), microbatches, most, send_s),
+        PipelineProblem(looped(devices, 2), tuple(halves), microbatches, most, send_s),
+        PipelineProblem(looped(devices, 1), whole, microbatches, most // 2, send_s),
     ]
-    best: tuple[Pipeline, Run] | None = None
+    best: tuple[Pipeline, PipelineRun] | None = None
     for wanted in questions:
         if best is None or wanted.least_s < best[1].makespan_s * (1 - CONSTANTS.rounding):
             found = best_order(wanted)
@@ -82,7 +82,7 @@ def best_pipeline(halves: Sequence[Seconds], microbatches: int, most: int, send_
     return best
 
 
-def best_order(wanted: Wanted) -> tuple[Pipeline, Run]:
+def best_order(wanted: PipelineProblem) -> tuple[Pipeline, PipelineRun]:
     """The shortest pipeline found for chunks on given devices."""
     found = _starts(wanted)
     best, least_s = found[0], wanted.least_s * (1 + CONSTANTS.rounding)
@@ -94,25 +94,25 @@ def best_order(wanted: Wanted) -> tuple[Pipeline, Run]:
     return best
 
 
-def shortest_start(wanted: Wanted) -> float:
+def shortest_start(wanted: PipelineProblem) -> float:
     """The seconds of the shortest pipeline from which `best_order` starts: an upper bound on those of its result."""
     return _starts(wanted)[0][1].makespan_s
 
 
-def _starts(wanted: Wanted) -> list[tuple[Pipeline, Run]]:
+def _starts(wanted: PipelineProblem) -> list[tuple[Pipeline, PipelineRun]]:
     """The schedules of the literature that keep the limit, and list schedules, the shortest first."""
     starts = [own for own in _known(wanted) if max(own.most_held) <= wanted.most]
     starts += _listed(wanted)
     return sorted(((own, wanted.runs(own)) for own in starts), key=lambda pair: pair[1].makespan_s)
 
 
-def _known(wanted: Wanted) -> Iterator[Pipeline]:
+def _known(wanted: PipelineProblem) -> Iterator[Pipeline]:
     """The schedules of the literature on these devices, with their backward passes split: none is longer for it."""
     for own in known_on(wanted.device, wanted.microbatches):
         yield Pipeline(own.name, own.device, tuple(tuple(_split(order)) for order in own.orders))
 
 
-def _split(order: Sequence[Work]) -> Iterator[Work]:
+def _split(order: Sequence[PipelineTask]) -> Iterator[PipelineTask]:
     for work in order:
         if work.kind == "both":
             yield work._replace(kind="backward")
@@ -124,32 +124,32 @@ def _split(order: Sequence[Work]) -> Iterator[Work]:
 # -- list schedules ----------------------------------------------------------------------------------------------------
 
 
-def _listed(wanted: Wanted) -> Iterator[Pipeline]:
+def _listed(wanted: PipelineProblem) -> Iterator[Pipeline]:
     several = len(set(wanted.device)) < len(wanted.device)
     for kinds in PREFERENCES:
         for late in (True, False) if several else (True,):
 
-            def key(work: Work, kinds: Sequence[Kind] = kinds, late: bool = late) -> tuple[int, ...]:
+            def key(work: PipelineTask, kinds: Sequence[PassKind] = kinds, late: bool = late) -> tuple[int, ...]:
                 return kinds.index(work.kind), -work.chunk if late else work.chunk, work.microbatch
 
             yield _list_schedule(wanted, key)
 
 
-def _list_schedule(wanted: Wanted, key: Callable[[Work], tuple[int, ...]]) -> Pipeline:
+def _list_schedule(wanted: PipelineProblem, key: Callable[[PipelineTask], tuple[int, ...]]) -> Pipeline:
     """The task that can start first is next, of several the one of the smallest key. Each kind takes microbatches in turn.
 
     A forward pass leaves room for one microbatch in each later chunk of its device: those end without it, so none waits for ever.
     """
     device, chunks = wanted.device, len(wanted.device)
     later = [sum(device[c] == device[chunk] for c in range(chunk + 1, chunks)) for chunk in range(chunks)]
-    next_of: dict[tuple[Kind, int], int] = {(kind, chunk): 0 for kind in KINDS for chunk in range(chunks)}
-    end_s: dict[Work, float] = {}
+    next_of: dict[tuple[PassKind, int], int] = {(kind, chunk): 0 for kind in KINDS for chunk in range(chunks)}
+    end_s: dict[PipelineTask, float] = {}
     free_s, held = [0.0] * (max(device) + 1), [0] * (max(device) + 1)
-    orders: list[list[Work]] = [[] for _ in free_s]
+    orders: list[list[PipelineTask]] = [[] for _ in free_s]
     while next_of:
-        choices: list[tuple[float, tuple[int, ...], Work]] = []
+        choices: list[tuple[float, tuple[int, ...], PipelineTask]] = []
         for (kind, chunk), k in next_of.items():
-            work, d = Work(kind, chunk, k), device[chunk]
+            work, d = PipelineTask(kind, chunk, k), device[chunk]
             if kind == "forward" and held[d] + 1 + later[chunk] > wanted.most:
                 continue
             needed = needs(work, chunks, ())
@@ -173,9 +173,11 @@ def _list_schedule(wanted: Wanted, key: Callable[[Work], tuple[int, ...]]) -> Pi
 class _Tasks:
     """The tasks of a pipeline as a graph of `dag`."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: PipelineProblem) -> None:
         self.wanted, chunks = wanted, len(wanted.device)
-        self.works = [Work(kind, chunk, k) for k in range(wanted.microbatches) for chunk in range(chunks) for kind in KINDS]
+        self.works = [
+            PipelineTask(kind, chunk, k) for k in range(wanted.microbatches) for chunk in range(chunks) for kind in KINDS
+        ]
         self.number = {work: n for n, work in enumerate(self.works)}
         times = [[wanted.seconds[w.chunk].of(w.kind)] * (max(wanted.device) + 1) for w in self.works]
         edges = {(self.number[p], n): wanted.send_s for n, w in enumerate(self.works) for p in needs(w, chunks, ())}
@@ -196,9 +198,9 @@ class _Tasks:
         return Pipeline("ours", device, tuple(tuple(_in_turn(self.works[n] for n in row)) for row in orders.sequences))
 
 
-def _in_turn(order: Iterable[Work]) -> Iterator[Work]:
+def _in_turn(order: Iterable[PipelineTask]) -> Iterator[PipelineTask]:
     """The same order with the microbatches of each kind and chunk in turn. All take equally long, so nothing ends later."""
-    done: dict[tuple[Kind, int], int] = {}
+    done: dict[tuple[PassKind, int], int] = {}
     for work in order:
         k = done.get(work[:2], 0)
         done[work[:2]] = k + 1
@@ -210,7 +212,7 @@ class _InFlight(Room):
 
     __slots__ = ("_changes", "_most")
 
-    def __init__(self, dag: Dag, device: Sequence[int], works: Sequence[Work], most: int) -> None:
+    def __init__(self, dag: Dag, device: Sequence[int], works: Sequence[PipelineTask], most: int) -> None:
         super().__init__(dag, tuple(device[w.chunk] for w in works))
         self._changes = [held_change(w) for w in works]
         self._most = most

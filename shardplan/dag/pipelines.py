@@ -11,14 +11,14 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "weight", "both"]
+PassKind = Literal["forward", "backward", "weight", "both"]
 """What a task computes: ``backward`` the gradients that the chunk before waits for, ``weight`` those of weights; or ``both``."""
 
 
-class Work(NamedTuple):
+class PipelineTask(NamedTuple):
     """A task of a pipeline: one chunk, one microbatch."""
 
-    kind: Kind
+    kind: PassKind
     chunk: int
     microbatch: int
 
@@ -30,7 +30,7 @@ class Seconds(NamedTuple):
     backward: float
     weight: float
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: PassKind) -> float:
         """The seconds of a task of this kind."""
         return self.backward + self.weight if kind == "both" else self[("forward", "backward", "weight").index(kind)]
 
@@ -44,8 +44,8 @@ class Pipeline:
 
     name: str
     device: tuple[int, ...]  # [chunks]
-    orders: tuple[tuple[Work, ...], ...]  # [devices]
-    paired: frozenset[Work] = frozenset()
+    orders: tuple[tuple[PipelineTask, ...], ...]  # [devices]
+    paired: frozenset[PipelineTask] = frozenset()
 
     @property
     def chunks(self) -> int:
@@ -62,7 +62,7 @@ class Pipeline:
         return tuple(max_held(order) for order in self.orders)
 
 
-def max_held(order: Sequence[Work]) -> int:
+def max_held(order: Sequence[PipelineTask]) -> int:
     """The most microbatches in flight on a device that works in this order."""
     held = most = 0
     for work in order:
@@ -71,7 +71,7 @@ def max_held(order: Sequence[Work]) -> int:
     return most
 
 
-def held_change(work: Work) -> int:
+def held_change(work: PipelineTask) -> int:
     """What a task adds to the microbatches in flight on its device."""
     return {"forward": 1, "backward": 0, "weight": -1, "both": -1}[work.kind]
 
@@ -87,7 +87,7 @@ def folded(devices: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PipelineRun:
     """When the tasks of a pipeline start, on each device in its order, and when they end."""
 
     start_s: tuple[tuple[float, ...], ...]  # [devices][tasks]
@@ -110,7 +110,7 @@ class Run:
         )
 
 
-def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> Run:
+def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> PipelineRun:
     """When each task starts, as early as the orders allow.
 
     ``seconds`` [chunks] are those of the tasks, ``send_s`` those of a transfer between two devices, which work meanwhile.
@@ -120,7 +120,7 @@ def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> 
     3.0
     """
     tasks = {work for order in pipeline.orders for work in order}
-    sent: dict[Work, float] = {}  # when the results of a task are on other devices
+    sent: dict[PipelineTask, float] = {}  # when the results of a task are on other devices
     starts: list[list[float]] = [[] for _ in pipeline.orders]
     ends: list[list[float]] = [[] for _ in pipeline.orders]
     moved = True
@@ -140,18 +140,18 @@ def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> 
                 own += [p for p in order[len(ends[d]) - 2 : len(ends[d]) - 1] if p in pipeline.paired]
                 sent.update(dict.fromkeys(own, ends[d][-1] + send_s))
     assert sum(map(len, ends)) == len(tasks), f"the orders of {pipeline.name} wait for each other"
-    return Run(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return PipelineRun(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def needs(work: Work, chunks: int, tasks: Container[Work]) -> list[Work]:
+def needs(work: PipelineTask, chunks: int, tasks: Container[PipelineTask]) -> list[PipelineTask]:
     """The tasks of a pipeline that a task waits for."""
     kind, chunk, k = work
     if kind == "forward":
-        return [Work("forward", chunk - 1, k)] if chunk else []
+        return [PipelineTask("forward", chunk - 1, k)] if chunk else []
     if kind == "weight":
-        return [Work("backward", chunk, k)]
-    own = Work("forward", chunk, k)
+        return [PipelineTask("backward", chunk, k)]
+    own = PipelineTask("forward", chunk, k)
     if chunk == chunks - 1:
         return [own]
-    both = Work("both", chunk + 1, k)
-    return [own, both if both in tasks else Work("backward", chunk + 1, k)]
+    both = PipelineTask("both", chunk + 1, k)
+    return [own, both if both in tasks else PipelineTask("backward", chunk + 1, k)]

@@ -20,12 +20,12 @@ from shardplan.errors import ScheduleError
 from .graph import Dag, Transfer, between
 from .memory import SLACK
 from .methods import Method, planned
-from .schedules import Schedule
+from .schedules import TaskSchedule
 from .validation import checked
 
 
 def reschedule(
-    schedule: Schedule,
+    schedule: TaskSchedule,
     dag: Dag,
     at_s: float,
     *,
@@ -34,7 +34,7 @@ def reschedule(
     memory: ArrayLike | None = None,
     leaves: Collection[int] = (),
     method: Method = "fd-dps",
-) -> Schedule:
+) -> TaskSchedule:
     """The schedule from ``at_s`` on.
 
     ``times`` [tasks][devices] are the seconds of whole tasks from then on, if they change: further columns are devices that
@@ -56,7 +56,7 @@ def reschedule(
     return _joined(schedule, past, planned(rest, method), tasks, stays)
 
 
-def _refuse_foreign(schedule: Schedule, dag: Dag) -> None:
+def _refuse_foreign(schedule: TaskSchedule, dag: Dag) -> None:
     """A schedule of other tasks, or on other devices, than ``dag`` has."""
     if len(schedule.device) != dag.tasks or not set(schedule.device) <= set(range(dag.devices)):
         raise ScheduleError(
@@ -103,7 +103,7 @@ def _refuse_other(dag: Dag, times: ArrayLike) -> None:
         )
 
 
-def _past(schedule: Schedule, dag: Dag, now: Dag, at_s: float, gone: set[int]) -> dict[int, float]:
+def _past(schedule: TaskSchedule, dag: Dag, now: Dag, at_s: float, gone: set[int]) -> dict[int, float]:
     """The tasks that stay, each with its end."""
     past: dict[int, float] = {}
     for i in dag.order:
@@ -116,7 +116,9 @@ def _past(schedule: Schedule, dag: Dag, now: Dag, at_s: float, gone: set[int]) -
     return past
 
 
-def _rest(now: Dag, schedule: Schedule, past: Mapping[int, float], at_s: float, stays: Sequence[int]) -> tuple[Dag, list[int]]:
+def _rest(
+    now: Dag, schedule: TaskSchedule, past: Mapping[int, float], at_s: float, stays: Sequence[int]
+) -> tuple[Dag, list[int]]:
     """The DAG of the tasks that do not stay, on the devices that do; and these tasks."""
     tasks = [i for i in range(now.tasks) if i not in past]
     number = {i: k for k, i in enumerate(tasks)}
@@ -137,7 +139,7 @@ def _rest(now: Dag, schedule: Schedule, past: Mapping[int, float], at_s: float, 
 
 
 def _inputs_s(
-    now: Dag, schedule: Schedule, past: Mapping[int, float], at_s: float, task: int, stays: Sequence[int]
+    now: Dag, schedule: TaskSchedule, past: Mapping[int, float], at_s: float, task: int, stays: Sequence[int]
 ) -> list[float]:
     """[stays]: when what has run has sent its results to a task on each device."""
     ready = [0.0] * len(stays)
@@ -166,8 +168,8 @@ def _refuse_full(now: Dag, tasks: Sequence[int], stays: Sequence[int], left: Seq
 
 
 def _joined(
-    schedule: Schedule, past: Mapping[int, float], rest: Schedule, tasks: Sequence[int], stays: Sequence[int]
-) -> Schedule:
+    schedule: TaskSchedule, past: Mapping[int, float], rest: TaskSchedule, tasks: Sequence[int], stays: Sequence[int]
+) -> TaskSchedule:
     device, start, finish = list(schedule.device), list(schedule.start_s), list(schedule.finish_s)
     for i, end in past.items():
         finish[i] = end

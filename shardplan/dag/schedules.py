@@ -10,7 +10,7 @@ from .graph import Dag, between
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TaskSchedule:
     """Where and when each task runs, without interruption. ``makespan_s`` is when the last one ends, counted from 0."""
 
     device: tuple[int, ...]  # [tasks]
@@ -134,11 +134,11 @@ class Orders:
             found[i] = bits
         return found
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> TaskSchedule:
         """The schedule with every task as early as these orders allow; all tasks have devices."""
         start = self.starts(self.walk())
         times = self.dag.times_s
-        return Schedule(tuple(self.device), tuple(start), tuple(s + times[i][self.device[i]] for i, s in enumerate(start)))
+        return TaskSchedule(tuple(self.device), tuple(start), tuple(s + times[i][self.device[i]] for i, s in enumerate(start)))
 
 
 def arrival_s(dag: Dag, device: Sequence[int], finish_s: Sequence[float] | Mapping[int, float], task: int) -> list[float]:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 from shardplan import _jax
-from shardplan.collectives.pieces import Box, Piece, box_of, in_rounds, pieces, shape_of
+from shardplan.collectives.pieces import ArrayPart, Box, box_of, in_rounds, pieces, shape_of
 from shardplan.emit.launches import in_turn, launch_of
 from shardplan.errors import ShardplanError
 from shardplan.frontend.nnx_state import abstract
@@ -222,7 +222,9 @@ def _turns(devices: Sequence[Any], held: Mapping[Any, Box], wanted: Mapping[Any,
     return tuple(_turn(turn, number, held, wanted) for turn in in_rounds([p for own in parts for p in own]))
 
 
-def _turn(parts: Sequence[Piece[Any]], number: Mapping[Any, int], held: Mapping[Any, Box], wanted: Mapping[Any, Box]) -> _Turn:
+def _turn(
+    parts: Sequence[ArrayPart[Any]], number: Mapping[Any, int], held: Mapping[Any, Box], wanted: Mapping[Any, Box]
+) -> _Turn:
     cut_at, put_at = (np.zeros((len(number), len(parts[0].box)), np.int32) for _ in range(2))
     receives = np.zeros(len(number), np.bool_)
     for p in parts:

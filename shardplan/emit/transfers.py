@@ -27,7 +27,7 @@ from shardplan.collectives.step import Step
 from shardplan.cost import Network
 from shardplan.emit.reductions import all_reduced, combined
 from shardplan.ir import PAIRS, Collective, Reducer
-from shardplan.schedule import Bundle, Change, Move, Reblock, later_splits, splits_buffer
+from shardplan.schedule import Bundle, DimChange, Move, Reblock, later_splits, splits_buffer
 
 
 class Transfers:
@@ -75,8 +75,8 @@ class Transfers:
         """The blocks after one collective that carries all of them, packed into rows: a row for each part that a device sends or
         gets.
         """
-        ways, change = self.ways(step.over), Change.of(step)
-        dims = [c.longer if c.gained else c.shorter for c in map(Change.of, steps)]
+        ways, change = self.ways(step.over), DimChange.of(step)
+        dims = [c.longer if c.gained else c.shorter for c in map(DimChange.of, steps)]
         match step.kind:
             case Collective.ALL_REDUCE:
                 sent = jnp.concatenate([x.ravel() for x in blocks])
@@ -140,7 +140,7 @@ class Transfers:
 
     def step(self, x: Any, step: Step, move: Move, extreme: Any) -> Any:
         """A block after one step."""
-        change = Change.of(step)
+        change = DimChange.of(step)
         match step.kind:
             case Collective.SLICE:
                 return self.sliced(x, change.longer, change.gained)
@@ -305,7 +305,7 @@ class _Buffered:
 
     def step(self, step: Step) -> Any:
         """Takes a step; the block in its own shape after the last one, None before."""
-        own, change = self.transfers, Change.of(step)
+        own, change = self.transfers, DimChange.of(step)
         row = self.x.ndim - 1
         buffer = len(self.shape)
         match step.kind:

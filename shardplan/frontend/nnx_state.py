@@ -28,7 +28,7 @@ _VALUE = GetAttrKey("value")  # paths of arguments leave this key out
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
-class Held:
+class SplitObject:
     """An object split into arrays: ``value`` is the tree of its arrays, ``graph`` everything else, which is static."""
 
     graph: Any
@@ -39,7 +39,7 @@ class Held:
         return ((_VALUE, self.value),), self.graph
 
     @classmethod
-    def tree_unflatten(cls, graph: Any, children: Sequence[Any]) -> Held:
+    def tree_unflatten(cls, graph: Any, children: Sequence[Any]) -> SplitObject:
         """As JAX asks for it."""
         return cls(graph, children[0])
 
@@ -54,7 +54,7 @@ class Same:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepResult:
     """The return value of a step with objects: its result, and by argument name the objects there (None for other leaves)."""
 
     result: Any
@@ -65,7 +65,7 @@ class Stepped:
         return ((_VALUE, self.result), (_VALUE, self.objects)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> Stepped:
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> StepResult:
         """As JAX asks for it."""
         return cls(*children)
 
@@ -81,7 +81,7 @@ def has_objects(args: Any) -> bool:
 
 
 def apart(args: Any) -> Any:
-    """The arguments with each object as `Held`; unchanged if there are no objects."""
+    """The arguments with each object as `SplitObject`; unchanged if there are no objects."""
     if not has_objects(args):
         return args
     with nnx.update_context(_TAG):
@@ -89,15 +89,15 @@ def apart(args: Any) -> Any:
 
 
 def together(args: Any) -> Any:
-    """The arguments with new objects in place of `Held`; shared parts are shared again."""
+    """The arguments with new objects in place of `SplitObject`; shared parts are shared again."""
     with nnx.update_context(_TAG):
         return _merged(args, inner=True)
 
 
 def bare(tree: Any, leaves: Sequence[Any]) -> Any:
-    """A tree without wrappers: a `Stepped` becomes its result, a `Held` its values, a `Same` its entry of ``leaves``."""
-    tree = _unchanged(tree.result if isinstance(tree, Stepped) else tree, leaves)
-    return jax.tree.map(lambda x: x.value if isinstance(x, Held) else x, tree, is_leaf=_held)
+    """A tree without wrappers: `StepResult` becomes its result, `SplitObject` its values, and `Same` its entry of ``leaves``."""
+    tree = _unchanged(tree.result if isinstance(tree, StepResult) else tree, leaves)
+    return jax.tree.map(lambda x: x.value if isinstance(x, SplitObject) else x, tree, is_leaf=_held)
 
 
 def through(args: Any, run: Callable[[list[Any], Any], tuple[Any, Sequence[Any]]]) -> Any:
@@ -112,7 +112,7 @@ def through(args: Any, run: Callable[[list[Any], Any], tuple[Any, Sequence[Any]]
 
 
 class Pure:
-    """A step on split arguments: it returns `Stepped` where there are objects among them, else the step's own result.
+    """A step on split arguments: it returns `StepResult` where there are objects among them, else the step's own result.
 
     Object arrays that the step leaves unchanged are not returned, except those of the arguments ``donated``.
     """
@@ -124,7 +124,7 @@ class Pure:
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
         leaves = jax.tree.leaves(args)
-        if not any(isinstance(x, Held) for x in jax.tree.leaves(args, is_leaf=_held)):
+        if not any(isinstance(x, SplitObject) for x in jax.tree.leaves(args, is_leaf=_held)):
             return self._step(*args)
         with nnx.update_context(_TAG):
             with nnx.split_context(_TAG):  # the outer half of the update is in `through`
@@ -137,8 +137,8 @@ class Pure:
                 objects = _split_by(context, _objects(whole))
         kept = [i for i, n in enumerate(_arguments(args)) if n not in self._donated]
         known = {id(leaves[i]): Same(i) for i in kept}
-        stepped = Stepped(result, dict(zip(names, objects, strict=True)))
-        return jax.tree.map(lambda x: _marked(x, known) if isinstance(x, Held) else x, stepped, is_leaf=_held)
+        stepped = StepResult(result, dict(zip(names, objects, strict=True)))
+        return jax.tree.map(lambda x: _marked(x, known) if isinstance(x, SplitObject) else x, stepped, is_leaf=_held)
 
 
 def trace_step(step: Callable[..., Any], args: Sequence[Any], donated: Sequence[int] = ()) -> Traced:
@@ -205,7 +205,7 @@ def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
 def _feedback(step: Callable[..., Any], traced: Traced) -> list[int | None]:
     """For each result the leaf of the arguments that it replaces, matched by its path in an object."""
     args = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
-    if not any(isinstance(x, Held) for x in jax.tree.leaves(args, is_leaf=_held)):
+    if not any(isinstance(x, SplitObject) for x in jax.tree.leaves(args, is_leaf=_held)):
         return [None] * traced.out_tree.num_leaves
     names = _jax.argument_names(step, len(args))
     places = {(names[p[0].idx], *p[1:]): i for p, i in jax.tree_util.tree_leaves_with_path(args)}  # type: ignore[attr-defined]
@@ -235,16 +235,16 @@ def _split(args: Any) -> Any:
 
 
 def _split_by(context: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda x: Held(*context.split(x)) if is_object(x) else x, tree, is_leaf=_stops)
+    return jax.tree.map(lambda x: SplitObject(*context.split(x)) if is_object(x) else x, tree, is_leaf=_stops)
 
 
 def _merged(tree: Any, *, inner: bool) -> Any:
     with nnx.merge_context(_TAG, inner=inner) as context:
-        return jax.tree.map(lambda x: context.merge(x.graph, x.value) if isinstance(x, Held) else x, tree, is_leaf=_held)
+        return jax.tree.map(lambda x: context.merge(x.graph, x.value) if isinstance(x, SplitObject) else x, tree, is_leaf=_held)
 
 
-def _marked(held: Held, known: Mapping[int, Same]) -> Held:
-    return Held(held.graph, jax.tree.map(lambda x: known.get(id(x), x), held.value))
+def _marked(held: SplitObject, known: Mapping[int, Same]) -> SplitObject:
+    return SplitObject(held.graph, jax.tree.map(lambda x: known.get(id(x), x), held.value))
 
 
 def _unchanged(tree: Any, leaves: Sequence[Any]) -> Any:
@@ -252,8 +252,8 @@ def _unchanged(tree: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _stops(value: Any) -> bool:
-    return isinstance(value, nnx.State | Held) or is_object(value)
+    return isinstance(value, nnx.State | SplitObject) or is_object(value)
 
 
 def _held(value: Any) -> bool:
-    return isinstance(value, Held)
+    return isinstance(value, SplitObject)

@@ -29,7 +29,7 @@ from typing import Literal
 
 from shardplan.constants import CONSTANTS
 from shardplan.graph.nodes import Graph, Node, Signature, Traffic
-from shardplan.graph.values import Buffers
+from shardplan.graph.values import BufferUses
 from shardplan.tdl.index import loops_of
 
 _Order = Literal["", "row", "column"]
@@ -79,7 +79,7 @@ class _Model:
         self.graph = graph
         self.call_of = call_of
         self.calls = [None if call_of is None else call_of(node) for node in graph.nodes]
-        self.values = Buffers(graph, None if call_of is None else self.calls)
+        self.values = BufferUses(graph, None if call_of is None else self.calls)
         self.kernels: dict[int, _Kernel] = {}  # by their last node
         self.within: dict[int, set[int]] = {}  # of each node: the kernels that compute it
         self.behind = self.values.bytes_behind()  # of each buffer: the bytes from which a kernel can compute it

@@ -11,7 +11,7 @@ from shardplan.ir import Where
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class RepeatedBody:
     """The first and the last node of a body that repeats.
 
     ``since``: the node from which on the loop's stacked outputs take memory. XLA fills them with zeros as soon as the previous
@@ -29,10 +29,10 @@ class Loops:
     iteration to the next.
     """
 
-    of: Mapping[int, Loop]
+    of: Mapping[int, RepeatedBody]
     carries: frozenset[int]
 
-    def left(self, link: Link) -> Loop | None:
+    def left(self, link: Link) -> RepeatedBody | None:
         """The loop that a link leaves; None where it enters a loop or stays in one."""
         loop, after = self.of.get(link.source), self.of.get(link.target)
         leaves = loop is not None and (after is None or (after.first <= loop.first and loop.last <= after.last))
@@ -47,9 +47,9 @@ def loops_of(graph: Graph) -> Loops:
             first, last = spans.get(node.where[:depth], (node.id, node.id))
             spans[node.where[:depth]] = min(first, node.id), max(last, node.id)
     entries = Counter(link.target for link in graph.links if link.target in graph.boundary)
-    inside: dict[Where, Loop] = {}
-    nested: list[tuple[Loop | None, Loop]] = []
-    of: dict[int, Loop] = {}
+    inside: dict[Where, RepeatedBody] = {}
+    nested: list[tuple[RepeatedBody | None, RepeatedBody]] = []
+    of: dict[int, RepeatedBody] = {}
     # outermost first; a while loop's body comes before its test, which reads the tensors that enter the body
     for where, tensors in sorted(graph.bodies.items(), key=lambda row: (len(row[0]), [-body for _, body in row[0]])):
         new = [t for t in tensors if t not in of]
@@ -58,7 +58,7 @@ def loops_of(graph: Graph) -> Loops:
             begin = graph.begins.get(where, 0)
             first, last = spans.get(where, (begin, begin))  # a body without ops counts as the node after it
             earlier = [other.last + 1 for parent, other in nested if parent is loop and other.last < first]
-            parent, loop = loop, Loop(first, last, max(earlier, default=loop.first if loop is not None else 0))
+            parent, loop = loop, RepeatedBody(first, last, max(earlier, default=loop.first if loop is not None else 0))
             nested.append((parent, loop))
         if loop is not None and where:
             inside[where] = loop

@@ -9,7 +9,7 @@ from shardplan.tdl.kernels import casts
 from shardplan.tdl.language import Access
 
 
-class Buffers:
+class BufferUses:
     """Who makes and who reads each buffer, and which must be stored.
 
     ``calls`` has for each node the call of a library that runs its calls one by one; without it, all ops are compiled together.

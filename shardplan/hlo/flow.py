@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hlo.text import Computation, Instruction, Module
+from shardplan.hlo.text import Computation, HloInstruction, Module
 
 Array = NDArray[np.int64]
 
@@ -19,16 +19,16 @@ class Value:
     """The result of an instruction; ``index`` picks an element where the result is a tuple."""
 
     computation: Computation
-    instruction: Instruction
+    instruction: HloInstruction
     index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class HloUse:
     """An instruction that reads a value at one operand."""
 
     computation: Computation
-    instruction: Instruction
+    instruction: HloInstruction
     operand: int
 
 
@@ -36,11 +36,11 @@ ESCAPES = "escapes"
 """In place of a use: the value enters or leaves a loop or a branch, or is the entry's result, and is not followed further."""
 
 
-def uses(module: Module, value: Value) -> Iterator[Value | Use | str]:
+def uses(module: Module, value: Value) -> Iterator[Value | HloUse | str]:
     """One step forwards from a value, for each of its readers.
 
     A `Value` where the same data goes on under another name (tuples, fusions, calls, barriers, the later half of an async
-    pair), a `Use` where an instruction computes with it, `ESCAPES` where it cannot be followed.
+    pair), a `HloUse` where an instruction computes with it, `ESCAPES` where it cannot be followed.
     """
     name = value.instruction.name
     for user in value.computation.users.get(name, ()):
@@ -51,7 +51,7 @@ def uses(module: Module, value: Value) -> Iterator[Value | Use | str]:
         yield from _leave(module, value)
 
 
-def _step(module: Module, value: Value, user: Instruction, number: int) -> Iterator[Value | Use | str]:
+def _step(module: Module, value: Value, user: HloInstruction, number: int) -> Iterator[Value | HloUse | str]:
     here = value.computation
     match user.opcode:
         case "get-tuple-element":
@@ -69,7 +69,7 @@ def _step(module: Module, value: Value, user: Instruction, number: int) -> Itera
         case done if done.endswith("-done"):
             yield Value(here, user, value.index)
         case _:
-            yield Use(here, user, number)
+            yield HloUse(here, user, number)
 
 
 def _leave(module: Module, value: Value) -> Iterator[Value | str]:
@@ -125,7 +125,7 @@ def _argument(module: Module, value: Value) -> Value | None:
     return Value(computation, computation.instructions[call.operands[number]], value.index)
 
 
-def _unchanged(module: Module, loop: Instruction, index: int) -> bool:
+def _unchanged(module: Module, loop: HloInstruction, index: int) -> bool:
     """Whether the body of a loop returns this element of its state unchanged."""
     body = module.computations[dict(loop.called)["body"]]
     if body.root.opcode != "tuple":
@@ -188,7 +188,7 @@ class DeviceValues:
         known = [operand for operand in map(self._memo.get, self._inputs(value)) if operand is not None]
         return _apply(at, known) if known and len(known) == len(at.operands) else None
 
-    def _leaf(self, at: Instruction) -> Array | None:
+    def _leaf(self, at: HloInstruction) -> Array | None:
         devices = np.arange(self._module.num_devices)
         match at.opcode:
             case "partition-id":
@@ -202,7 +202,7 @@ class DeviceValues:
                 return None
 
 
-def _literal(at: Instruction) -> Array | None:
+def _literal(at: HloInstruction) -> Array | None:
     """The elements of a constant of integers or booleans; None where the text leaves them out."""
     words = re.findall(r"-?\d+|true|false", at.inner)
     if len(words) != at.shape.size:
@@ -211,7 +211,7 @@ def _literal(at: Instruction) -> Array | None:
     return np.array(numbers, dtype=np.int64).reshape(at.shape.dims)
 
 
-def _apply(at: Instruction, operands: list[Array]) -> Array | None:
+def _apply(at: HloInstruction, operands: list[Array]) -> Array | None:
     """The result of one instruction on all devices; None for an opcode without a rule here."""
     match at.opcode, operands:
         case opcode, [x, y] if opcode in _BINARY:
@@ -270,7 +270,7 @@ _RELATIONS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
 }
 
 
-def _pick(at: Instruction, table: Array, starts: list[Array]) -> Array:
+def _pick(at: HloInstruction, table: Array, starts: list[Array]) -> Array:
     sizes = at.shape.dims
     rows: list[Array] = []
     for device, row in enumerate(table):
@@ -279,13 +279,13 @@ def _pick(at: Instruction, table: Array, starts: list[Array]) -> Array:
     return np.stack(rows)
 
 
-def _reshaped(at: Instruction, x: Array) -> Array | None:
+def _reshaped(at: HloInstruction, x: Array) -> Array | None:
     """The elements in the result's shape; None unless both shapes are vectors but for dims of size one: else order may change."""
     flat = sum(d > 1 for d in x.shape[1:]) <= 1 and sum(d > 1 for d in at.shape.dims) <= 1
     return x.reshape((x.shape[0], *at.shape.dims)) if flat else None
 
 
-def _broadcast(at: Instruction, x: Array) -> Array:
+def _broadcast(at: HloInstruction, x: Array) -> Array:
     dims = [int(d) for d in (at.attribute(r"dimensions=\{([\d,]*)\}") or "").split(",") if d]
     shape = [1] * len(at.shape.dims)
     for size, dim in zip(x.shape[1:], dims, strict=True):
@@ -293,6 +293,6 @@ def _broadcast(at: Instruction, x: Array) -> Array:
     return np.broadcast_to(x.reshape((x.shape[0], *shape)), (x.shape[0], *at.shape.dims))
 
 
-def _slice(at: Instruction, x: Array) -> Array:
+def _slice(at: HloInstruction, x: Array) -> Array:
     spans = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", at.attribute(r"slice=\{([^}]*)\}") or "")
     return x[(slice(None), *(slice(int(low), int(high), int(step or 1)) for low, high, step in spans))]

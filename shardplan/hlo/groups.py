@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hlo.text import Instruction, Module
+from shardplan.hlo.text import HloInstruction, Module
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -27,7 +27,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^()]*(?:\([^()]*\))?[
 _ARRANGEMENT = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 
 
-def replica_groups(instruction: Instruction, module: Module) -> Groups:
+def replica_groups(instruction: HloInstruction, module: Module) -> Groups:
     """The groups of a collective; one of all devices where the list is empty or absent. Raises `HloError` on an unknown form."""
     text = instruction.attribute(r"\breplica_groups=(.*)$")
     if text is None or text.startswith("{}"):
@@ -48,7 +48,7 @@ def id_lists(text: str) -> Groups:
     return tuple(_ints(group) for group in re.findall(r"\{([\d,\s]+)\}", body))
 
 
-def _mesh_groups(instruction: Instruction, axes: str, device_ids: str | None, chosen: str) -> Groups:
+def _mesh_groups(instruction: HloInstruction, axes: str, device_ids: str | None, chosen: str) -> Groups:
     sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
     refs = [(name, int(pre or 1), int(size) if size else sizes.get(name, 0)) for name, pre, size in _AXIS_REF.findall(chosen)]
     if unknown := [name for name, _, _ in refs if name not in sizes]:

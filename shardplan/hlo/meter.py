@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.cost import priced_bytes, wire_bytes
 from shardplan.hlo.groups import Groups, id_lists, replica_groups
-from shardplan.hlo.text import Computation, Instruction, Module, Shape, parse_module
+from shardplan.hlo.text import Computation, HloInstruction, Module, Shape, parse_module
 from shardplan.hlo.undo import Undo
 from shardplan.ir import Collective
 
@@ -146,9 +146,9 @@ def _total(collectives: Sequence[HloCollective]) -> KindTotal:
     return KindTotal(sum(c.trips for c in collectives), float(sum(c.wire_bytes * c.trips for c in collectives)))
 
 
-def collectives_of(module: Module) -> list[tuple[Computation, Instruction, HloCollective]]:
+def collectives_of(module: Module) -> list[tuple[Computation, HloInstruction, HloCollective]]:
     """Every collective that a module runs, with its place, nothing undone. Raises `HloError` on one of an unknown form."""
-    rows: list[tuple[Computation, Instruction, HloCollective]] = []
+    rows: list[tuple[Computation, HloInstruction, HloCollective]] = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             kind = _kind(instruction)
@@ -157,7 +157,7 @@ def collectives_of(module: Module) -> list[tuple[Computation, Instruction, HloCo
     return rows
 
 
-def _kind(instruction: Instruction) -> Collective | None:
+def _kind(instruction: HloInstruction) -> Collective | None:
     """The kind of a collective or of its ``-start`` half; None for all else. Raises `HloError` on an unknown collective."""
     base = instruction.opcode.removesuffix("-start")
     for kind in KINDS:
@@ -173,7 +173,7 @@ def _kind(instruction: Instruction) -> Collective | None:
     return None
 
 
-def _collective(module: Module, computation: Computation, instruction: Instruction, kind: Collective) -> HloCollective:
+def _collective(module: Module, computation: Computation, instruction: HloInstruction, kind: Collective) -> HloCollective:
     shapes = operand_shapes(computation, instruction, kind)
     groups = _groups(module, instruction, kind)
     runs = module.runs[computation.name]
@@ -191,7 +191,7 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
     )
 
 
-def operand_shapes(computation: Computation, instruction: Instruction, kind: Collective) -> tuple[Shape, ...]:
+def operand_shapes(computation: Computation, instruction: HloInstruction, kind: Collective) -> tuple[Shape, ...]:
     """The shapes of the data that a collective sends: for a ragged one or a send only the first operand, else all of them."""
     names = (
         instruction.operands[:1] if kind == Collective.RAGGED_ALL_TO_ALL or instruction.opcode == "send" else instruction.operands
@@ -201,7 +201,7 @@ def operand_shapes(computation: Computation, instruction: Instruction, kind: Col
     return tuple(shape for name in names for shape in computation.instructions[name].leaves)
 
 
-def _groups(module: Module, instruction: Instruction, kind: Collective) -> Groups:
+def _groups(module: Module, instruction: HloInstruction, kind: Collective) -> Groups:
     if kind != Collective.PERMUTE:
         if module.replica_count > 1 < module.num_partitions and "use_global_device_ids=true" not in instruction.attributes:
             raise instruction.error("replica_groups without use_global_device_ids=true in a module of replicas and partitions")
@@ -212,7 +212,7 @@ def _groups(module: Module, instruction: Instruction, kind: Collective) -> Group
     return () if text.startswith("{}") else id_lists(text)  # nobody sends
 
 
-def _undone(undo: Undo, computation: Computation, instruction: Instruction, collective: HloCollective) -> list[HloCollective]:
+def _undone(undo: Undo, computation: Computation, instruction: HloInstruction, collective: HloCollective) -> list[HloCollective]:
     """The parts of one collective, one or two for each operand; parts of the same kind and group size are merged."""
     shapes = operand_shapes(computation, instruction, collective.kind)
     pieces: list[HloCollective] = []

@@ -54,7 +54,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Instruction:
+class HloInstruction:
     """One line of a computation. ``inner`` is the text between the opcode's parentheses, ``attributes`` what follows them."""
 
     name: str
@@ -141,22 +141,22 @@ class Computation:
     """Instructions by name, in the order of the text."""
 
     name: str
-    instructions: Mapping[str, Instruction]
+    instructions: Mapping[str, HloInstruction]
 
     @cached_property
-    def root(self) -> Instruction:
+    def root(self) -> HloInstruction:
         """The instruction whose result is the computation's."""
         return next((i for i in self.instructions.values() if i.is_root), list(self.instructions.values())[-1])
 
     @cached_property
-    def parameters(self) -> dict[int, Instruction]:
+    def parameters(self) -> dict[int, HloInstruction]:
         """Parameters by number."""
         return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
 
     @cached_property
-    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+    def users(self) -> Mapping[str, tuple[HloInstruction, ...]]:
         """The instructions that read each name, each once."""
-        result: dict[str, list[Instruction]] = {}
+        result: dict[str, list[HloInstruction]] = {}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
                 result.setdefault(operand, []).append(instruction)
@@ -164,7 +164,7 @@ class Computation:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RunCount:
     """How often a computation runs in one step; ``known`` is false where an unknown trip count of a loop was taken as one."""
 
     times: int
@@ -186,9 +186,9 @@ class Module:
         return self.num_partitions * self.replica_count
 
     @cached_property
-    def callers(self) -> Mapping[str, tuple[tuple[Computation, Instruction, str], ...]]:
+    def callers(self) -> Mapping[str, tuple[tuple[Computation, HloInstruction, str], ...]]:
         """The call sites of each computation: (the caller's computation, the instruction, the role)."""
-        result: dict[str, list[tuple[Computation, Instruction, str]]] = {}
+        result: dict[str, list[tuple[Computation, HloInstruction, str]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 # The later halves of an async call repeat the name; the body runs once.
@@ -199,18 +199,18 @@ class Module:
         return {name: tuple(sites) for name, sites in result.items()}
 
     @cached_property
-    def runs(self) -> Mapping[str, Runs]:
+    def runs(self) -> Mapping[str, RunCount]:
         """How often each computation runs: the product of the trip counts around it, summed over its call sites.
 
         Every branch of a conditional counts as taken once. A loop of known trip count does not evaluate its condition: the
         runtime for GPUs counts by itself.
         """
-        memo: dict[str, Runs] = {self.entry: Runs(1)}
+        memo: dict[str, RunCount] = {self.entry: RunCount(1)}
 
-        def count(name: str) -> Runs:
+        def count(name: str) -> RunCount:
             if name not in memo:
                 parts = [_times(count(c.name), i, role) for c, i, role in self.callers.get(name, ())]
-                memo[name] = Runs(sum(p.times for p in parts), all(p.known for p in parts))
+                memo[name] = RunCount(sum(p.times for p in parts), all(p.known for p in parts))
             return memo[name]
 
         for name in self.computations:
@@ -218,19 +218,19 @@ class Module:
         return memo
 
 
-def trip_count(loop: Instruction) -> int | None:
+def trip_count(loop: HloInstruction) -> int | None:
     """How often a while loop runs its body; None where the compiler does not know."""
     text = loop.attribute(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
     return None if text is None else int(text)
 
 
-def _times(outer: Runs, call: Instruction, role: str) -> Runs:
+def _times(outer: RunCount, call: HloInstruction, role: str) -> RunCount:
     if call.opcode != "while":
         return outer
     trips = trip_count(call)
     if trips is None:
-        return Runs(outer.times, known=False)
-    return Runs(0 if role == "condition" else outer.times * trips, outer.known)
+        return RunCount(outer.times, known=False)
+    return RunCount(0 if role == "condition" else outer.times * trips, outer.known)
 
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
@@ -242,7 +242,7 @@ def parse_module(text: str) -> Module:
     """HLO text -> `Module`. Raises `HloError` on text that is not HLO."""
     computations: dict[str, Computation] = {}
     entry, header = "", ""
-    current: dict[str, Instruction] | None = None
+    current: dict[str, HloInstruction] | None = None
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("HloModule"):
             header = line
@@ -265,7 +265,7 @@ def _count(header: str, key: str) -> int:
     return int(match.group(1)) if match else 1
 
 
-def _instruction(match: re.Match[str], number: int, line: str) -> Instruction:
+def _instruction(match: re.Match[str], number: int, line: str) -> HloInstruction:
     root, name, definition = match.groups()
     definition = re.sub(r"/\*.*?\*/", "", definition) if "/*" in definition else definition
     end = _closing(definition, 0) + 1 if definition.startswith("(") else definition.find(" ")
@@ -274,7 +274,7 @@ def _instruction(match: re.Match[str], number: int, line: str) -> Instruction:
     if opcode is None or close < 0:
         raise HloError("not an instruction", line=number, text=line)
     inner = definition[opcode.end() : close]
-    return Instruction(name, definition[:end], opcode.group(1), inner, definition[close + 1 :], bool(root), number, line)
+    return HloInstruction(name, definition[:end], opcode.group(1), inner, definition[close + 1 :], bool(root), number, line)
 
 
 def _closing(text: str, start: int) -> int:

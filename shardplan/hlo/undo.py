@@ -11,9 +11,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from shardplan.hlo.flow import DeviceValues, Use, Value, source, uses
+from shardplan.hlo.flow import DeviceValues, HloUse, Value, source, uses
 from shardplan.hlo.groups import Groups
-from shardplan.hlo.text import Computation, Instruction, Module, Shape, dtype_bits
+from shardplan.hlo.text import Computation, HloInstruction, Module, Shape, dtype_bits
 
 # Data movement: an element of the result is an element of the first operand.
 _MOVES = ("bitcast", "reshape", "transpose", "copy", "slice", "dynamic-slice", "reverse", "broadcast", "gather")
@@ -54,7 +54,7 @@ class Undo:
         self._module = module
         self._devices = DeviceValues(module)
 
-    def bits(self, computation: Computation, at: Instruction, number: int, shape: Shape) -> int:
+    def bits(self, computation: Computation, at: HloInstruction, number: int, shape: Shape) -> int:
         """Bits of one element of an operand before the compiler widened it; those of ``shape`` where it did not.
 
         Names tell the compiler's own conversions from the user's, which are called ``convert_element_type``.
@@ -76,7 +76,7 @@ class Undo:
         promoted = reduction.endswith("_promoted") and not reduction.endswith("_reassoc_promoted")
         return wide // 2 if promoted and len(at.operands) == 1 else wide
 
-    def scattered(self, computation: Computation, at: Instruction, number: int, groups: Groups) -> int:
+    def scattered(self, computation: Computation, at: HloInstruction, number: int, groups: Groups) -> int:
         """The number of pieces that an all-reduce really scatters its result into, in each group; 1 where it does not.
 
         It does where every path from the result ends in a dynamic-slice that gives the devices of a group different pieces,
@@ -97,7 +97,7 @@ class Undo:
         even = all(len(c) == ways and set(c.values()) == {size // ways} for c in counts)
         return ways if even and size % ways == 0 else 1
 
-    def _result(self, computation: Computation, at: Instruction, number: int) -> Value:
+    def _result(self, computation: Computation, at: HloInstruction, number: int) -> Value:
         """The result that belongs to an operand."""
         return Value(computation, at, number if len(at.operands) > 1 else None)
 
@@ -107,10 +107,10 @@ class Undo:
         todo, seen = [value], {value}
         while todo:
             for step in uses(self._module, todo.pop()):
-                if isinstance(step, Use) and step.instruction.opcode == "convert" and not _is_from_user(step.instruction):
+                if isinstance(step, HloUse) and step.instruction.opcode == "convert" and not _is_from_user(step.instruction):
                     bits.add(dtype_bits(step.instruction.shape.dtype) or 0)
                     continue
-                if isinstance(step, Use) and step.operand == 0 and step.instruction.opcode in _MOVES:
+                if isinstance(step, HloUse) and step.operand == 0 and step.instruction.opcode in _MOVES:
                     step = Value(step.computation, step.instruction)
                 if not isinstance(step, Value):
                     return None
@@ -142,7 +142,7 @@ class Undo:
             for step in uses(self._module, value):
                 if isinstance(step, str):
                     return None
-                if isinstance(step, Use):
+                if isinstance(step, HloUse):
                     if step.instruction.opcode == "dynamic-slice" and step.operand == 0:
                         cut = self._slice(step, strides)
                         if cut is None:
@@ -160,7 +160,7 @@ class Undo:
                     todo.append(successor)
         return None if todo else pieces
 
-    def _slice(self, use: Use, strides: Strides) -> _Slice | None:
+    def _slice(self, use: HloUse, strides: Strides) -> _Slice | None:
         """The piece that a dynamic-slice keeps on each device; None where it is the same on all devices."""
         here, at = use.computation, use.instruction
         full, kept = here.instructions[at.operands[0]].shape.dims, at.shape.dims
@@ -184,7 +184,7 @@ def _family(shape: Shape) -> str:
     return "float" if shape.dtype.startswith(("f", "bf")) else shape.dtype.rstrip("0123456789")
 
 
-def _is_from_user(convert: Instruction) -> bool:
+def _is_from_user(convert: HloInstruction) -> bool:
     return convert.op_name.endswith("convert_element_type")
 
 
@@ -192,7 +192,7 @@ def _row_major(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(dims[d + 1 :]) for d in range(len(dims)))
 
 
-def _moved(use: Use, strides: Strides) -> Strides | None:
+def _moved(use: HloUse, strides: Strides) -> Strides | None:
     """The strides of a result's dims in the all-reduce's operand; None unless it is elementwise or a known move."""
     at = use.instruction
     if at.opcode in _ELEMENTWISE:

@@ -232,7 +232,7 @@ def _figure(value: Any, where: str) -> float:
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
-    "Kind": (str,),
+    "LinkKind": (str,),
     "Platform": (str,),
     "int": (int,),
     "int | None": (int,),

@@ -15,7 +15,7 @@ from ..errors import ClusterError, UnequalDevicesError, nearest
 from .checks import check_at_least, check_count, check_name, check_part, check_positive, check_seconds
 from .singles import SingleDevice, SingleLink, checked_singles
 
-Kind = Literal["switch", "ring", "bus"]
+LinkKind = Literal["switch", "ring", "bus"]
 Platform = Literal["gpu", "tpu", "cpu"]
 LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
@@ -33,7 +33,7 @@ DTYPES: tuple[str, ...] = (
     "uint1", "uint2", "uint4", "uint8", "uint16", "uint32", "uint64",
 )  # fmt: skip
 """The dtypes that a device may have a peak for: those of arrays in JAX."""
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(LinkKind)
 PLATFORMS: tuple[str, ...] = get_args(Platform)
 
 
@@ -74,7 +74,7 @@ class Level:
     size: int
     bandwidth_bytes_per_s: float
     latency_s: float
-    kind: Kind = "switch"
+    kind: LinkKind = "switch"
     rails: int = 1
     ring_efficiency: float = 1.0
     tree_efficiency: float = 1.0

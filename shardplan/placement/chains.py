@@ -19,7 +19,7 @@ import numpy as np
 
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Strategy
-from shardplan.placement.mcmc import Chain, Limits, Observer, anneal
+from shardplan.placement.mcmc import Chain, ChainLimits, Observer, anneal
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
@@ -28,14 +28,14 @@ Sent = tuple[float, float] | Chain
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ChainTask:
     """One chain to run: where it starts, its seed and its limits."""
 
     problem: PlacementProblem
     start: str
     strategy: Strategy
     seed: tuple[int, int]
-    limits: Limits
+    limits: ChainLimits
     engine: Engine = "auto"
 
     def run(self, observer: Observer | None = None) -> Chain:
@@ -48,22 +48,22 @@ class Task:
 def tasks_of(
     problem: PlacementProblem,
     starts: Mapping[str, Strategy],
-    limits: Limits,
+    limits: ChainLimits,
     *,
     chains: int | None,
     seed: int,
     workers: int,
     engine: Engine = "auto",
-) -> list[Task]:
+) -> list[ChainTask]:
     """``chains`` tasks (None: one for each start), which begin at the starts in turn and share the budget."""
     count = len(starts) if chains is None else chains
     each = replace(limits, budget_s=limits.budget_s * min(workers, count) / count)
     names = list(starts)
     bare = problem.bare()
-    return [Task(bare, names[c % len(names)], starts[names[c % len(names)]], (seed, c), each, engine) for c in range(count)]
+    return [ChainTask(bare, names[c % len(names)], starts[names[c % len(names)]], (seed, c), each, engine) for c in range(count)]
 
 
-def run_all(tasks: Sequence[Task], *, workers: int = 1, observer: Observer | None = None) -> list[Chain]:
+def run_all(tasks: Sequence[ChainTask], *, workers: int = 1, observer: Observer | None = None) -> list[Chain]:
     """The chains of tasks, at most ``workers`` at once. With one worker they run here, and the observer hears of each."""
     if workers <= 1 or len(tasks) <= 1:
         best = float("inf")
@@ -80,7 +80,7 @@ def run_all(tasks: Sequence[Task], *, workers: int = 1, observer: Observer | Non
     return _in_processes(tasks, workers, observer)
 
 
-def _in_processes(tasks: Sequence[Task], workers: int, observer: Observer | None) -> list[Chain]:
+def _in_processes(tasks: Sequence[ChainTask], workers: int, observer: Observer | None) -> list[Chain]:
     """The chains of tasks, which the workers take in turn. The observer hears of improvements as they are sent."""
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -114,7 +114,7 @@ def _gathered(running: Sequence[subprocess.Popen[bytes]], count: int, observer: 
     return [found[task] for task in range(count)]
 
 
-def _begun(tasks: Sequence[Task]) -> subprocess.Popen[bytes]:
+def _begun(tasks: Sequence[ChainTask]) -> subprocess.Popen[bytes]:
     """A process that has read its tasks and runs them. Ctrl-C reaches this process alone, which ends the other."""
     process = subprocess.Popen(
         [sys.executable, "-m", "shardplan.placement.chains"],

@@ -25,7 +25,7 @@ TICK_S = 1e-12
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceTopology:
     """Devices [n] with their ``speed`` (1: that of the cluster's device) and ``memory_bytes``, and what joins them.
 
     ``absent`` devices keep their numbers, and run nothing.
@@ -73,7 +73,7 @@ MOST_DEVICES = 4096
 """Tables of pairs of devices take 1 GB for so many."""
 
 
-def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) -> Machine:
+def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) -> DeviceTopology:
     """The devices of a cluster; ``speed`` [n] is a factor on their speeds (0.5: each op takes twice as long).
 
     Raises:
@@ -99,11 +99,11 @@ def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) 
     latency = np.where(same, 0.0, topology.latencies(a, b))
     bandwidth = np.where(same, np.inf, least[np.minimum(meet, len(rates) - 1)])
     memory = np.full(n, cluster.device.memory_bytes)
-    levels = Machine(cluster, speeds, latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names, memory)
+    levels = DeviceTopology(cluster, speeds, latency.reshape(n, n), bandwidth.reshape(n, n), link.reshape(n, n), names, memory)
     return _with_singles(levels)
 
 
-def _with_singles(machine: Machine) -> Machine:
+def _with_singles(machine: DeviceTopology) -> DeviceTopology:
     """The machine with the single devices and links of its cluster."""
     names = list(machine.links)
     for device in machine.cluster.single_devices:

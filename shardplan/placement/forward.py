@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Program
 from shardplan.placement.labels import Passed, anchored, labels_before, merged, passed
-from shardplan.placement.operators import Labels, Work
+from shardplan.placement.operators import Labels, OpWork
 from shardplan.placement.roles import roles_of
 
 
 @dataclass(slots=True)
-class Group:
+class GrowingOperator:
     """An operator while ops join it.
 
     ``extents[n]`` has the extents of all dims that loop n splits. ``labels`` are those of the tensors that it makes, ``read``
@@ -26,7 +26,7 @@ class Group:
     extents: list[int]
     labels: dict[int, Labels] = field(default_factory=dict[int, Labels])
     read: dict[int, Labels] = field(default_factory=dict[int, Labels])
-    works: tuple[list[Work], list[Work], list[Work]] = field(default_factory=lambda: ([], [], []))
+    works: tuple[list[OpWork], list[OpWork], list[OpWork]] = field(default_factory=lambda: ([], [], []))
     shapes: dict[tuple[int, ...], Labels] = field(default_factory=dict[tuple[int, ...], Labels])
     contracts: bool = False
     loop: bool = False
@@ -41,7 +41,7 @@ class Grouping:
 
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph, self.roles = graph, roles_of(graph, program)
-        self.groups: list[Group] = []
+        self.groups: list[GrowingOperator] = []
         self.of: dict[int, int] = {}
         self.owner: dict[int, int] = {}
         self.derived: dict[int, Node] = {}
@@ -98,7 +98,9 @@ class Grouping:
         )
         description = node.signature.description
         loops = [] if description is None else [description.loops[v] for v, _ in how.cut]
-        group = Group(node, [loop.name for loop in loops], [loop.extent for loop in loops], contracts=node.signature.multiplies)
+        group = GrowingOperator(
+            node, [loop.name for loop in loops], [loop.extent for loop in loops], contracts=node.signature.multiplies
+        )
         group.cut = how.cut
         self.groups.append(group)
         self._add(len(self.groups) - 1, node, how)
@@ -114,10 +116,10 @@ class Grouping:
         exchanged = sum(self.graph.tensors[t].nbytes for t in node.outputs) if how.reduces else 0.0
         divides = tuple(dict.fromkeys(n for _, n in how.cut))
         group.works[0].append(
-            Work(node.costed, node.weight, how.operands, how.results, how.cut, divides, how.reduces, exchanged * node.weight)
+            OpWork(node.costed, node.weight, how.operands, how.results, how.cut, divides, how.reduces, exchanged * node.weight)
         )
 
-    def _record(self, group: Group, node: Node, how: Passed) -> None:
+    def _record(self, group: GrowingOperator, node: Node, how: Passed) -> None:
         """Notes what an op of the forward pass reads, and the extents that the loops divide."""
         tensors = self.graph.tensors
         for t, labels in zip((*node.inputs, *node.outputs), (*how.operands, *how.results), strict=True):
@@ -131,7 +133,7 @@ class Grouping:
             if t >= 0 and t not in self.roles.free and t not in group.labels:
                 self._read(group, t, labels)
 
-    def _read(self, group: Group, t: int, labels: Labels) -> None:
+    def _read(self, group: GrowingOperator, t: int, labels: Labels) -> None:
         """Notes that a group reads a tensor with these labels; what is derived from arguments is read from them."""
         node = self.derived.get(t)
         if node is None:
@@ -141,7 +143,7 @@ class Grouping:
         if node.id not in self.charged:
             self.charged.add(node.id)
             self.owner[node.id] = next(j for j, own in enumerate(self.groups) if own is group)
-            group.works[0].append(Work(node.costed, node.weight, before, tuple(labels for _ in node.outputs)))
+            group.works[0].append(OpWork(node.costed, node.weight, before, tuple(labels for _ in node.outputs)))
         for source, own in zip(node.inputs, before, strict=True):
             if source >= 0 and source not in self.roles.free:
                 self._read(group, source, own)
@@ -152,7 +154,7 @@ class Grouping:
         """Adds an op inside a scan or a while loop to the operator of that loop, which is cut over samples."""
         if key not in self._loops:
             self._loops[key] = len(self.groups)
-            self.groups.append(Group(node, ["sample"], [0], loop=True))
+            self.groups.append(GrowingOperator(node, ["sample"], [0], loop=True))
         at = self._loops[key]
         group = self.groups[at]
         self.owner[node.id] = at
@@ -166,7 +168,7 @@ class Grouping:
             self.of[t] = at
             group.labels[t] = labels
         sampled = any(0 in labels for labels in (*operands, *results))
-        group.works[0].append(Work(node.costed, node.weight, operands, results, (), (0,) if sampled else ()))
+        group.works[0].append(OpWork(node.costed, node.weight, operands, results, (), (0,) if sampled else ()))
 
     def follow_links(self) -> None:
         """Ties what a loop reads to the tensors outside of it."""

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from shardplan.collectives import best_reduction
 from shardplan.cost import Network
 from shardplan.mesh.factoring import coordinates, factors
-from shardplan.placement.device_topology import TICK_S, Machine
+from shardplan.placement.device_topology import TICK_S, DeviceTopology
 
 
 @dataclass(slots=True)
 class GroupPrices:
     """Prices of all-reduces, memoised. A group is a bit mask of devices."""
 
-    machine: Machine
+    machine: DeviceTopology
     _network: Network = field(init=False)
     _at: NDArray[np.int64] = field(init=False)
     _over: dict[int, tuple[int, ...] | None] = field(default_factory=dict[int, "tuple[int, ...] | None"])

@@ -16,8 +16,8 @@ from dataclasses import replace
 from shardplan.errors import PlacementError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Program
-from shardplan.placement.forward import Group, Grouping
-from shardplan.placement.operators import BACKWARD, Anchor, Edge, Kind, Labels, Loop, Operator, OperatorGraph, Weight
+from shardplan.placement.forward import Grouping, GrowingOperator
+from shardplan.placement.operators import BACKWARD, Anchor, Edge, Kind, Labels, Operator, OperatorGraph, OperatorLoop, Weight
 from shardplan.placement.roles import Roles
 from shardplan.placement.twins import assign_backward, assign_update
 from shardplan.search.coarsening.gradient_pairing import same_values
@@ -113,14 +113,14 @@ def _differentiated(operators: Sequence[Operator], edges: Sequence[Edge]) -> tup
     return tuple(replace(e, gradient=e.gradient and both[e.producer] and both[e.consumer]) for e in edges)
 
 
-def _operators(groups: Sequence[Group], roles: Roles, weights: Sequence[Weight]) -> tuple[Operator, ...]:
+def _operators(groups: Sequence[GrowingOperator], roles: Roles, weights: Sequence[Weight]) -> tuple[Operator, ...]:
     """The operators with names and loops; a loop is P if it splits a weight, S if it runs over samples, else A."""
     result: list[Operator] = []
     names = _names(groups, weights)
     for j, group in enumerate(groups):
         kinds = _kinds(group, roles, [labels for w in weights for u, labels in zip(w.users, w.labels, strict=True) if u == j])
         extents = [max(1, n) for n in group.extents]
-        loops = tuple(Loop(n, e, kinds[i]) for i, (n, e) in enumerate(zip(group.names, extents, strict=True)))
+        loops = tuple(OperatorLoop(n, e, kinds[i]) for i, (n, e) in enumerate(zip(group.names, extents, strict=True)))
         works = tuple(map(tuple, group.works))
         node = group.anchor
         anchor = Anchor(node.where, node.op.id, group.cut, bool(node.signature.images))
@@ -128,7 +128,7 @@ def _operators(groups: Sequence[Group], roles: Roles, weights: Sequence[Weight])
     return tuple(result)
 
 
-def _kinds(group: Group, roles: Roles, weights: Sequence[Labels]) -> Mapping[int, Kind]:
+def _kinds(group: GrowingOperator, roles: Roles, weights: Sequence[Labels]) -> Mapping[int, Kind]:
     kinds: dict[int, Kind] = dict.fromkeys(range(len(group.extents)), "A")
     for t, labels in group.labels.items():
         dim = roles.batch(t)
@@ -138,7 +138,7 @@ def _kinds(group: Group, roles: Roles, weights: Sequence[Labels]) -> Mapping[int
     return kinds
 
 
-def _names(groups: Sequence[Group], weights: Sequence[Weight]) -> list[str]:
+def _names(groups: Sequence[GrowingOperator], weights: Sequence[Weight]) -> list[str]:
     """A name for each operator: that of its largest weight, or else of its first op; repeated names are numbered."""
     largest: dict[int, Weight] = {}
     for w in sorted(weights, key=lambda w: -math.prod(w.shape)):

@@ -31,7 +31,7 @@ from shardplan.placement.simulation import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChainLimits:
     """When a chain ends: after ``budget_s`` seconds, after ``proposals``, or by the paper's rule (section 6.2).
 
     The rule: the best strategy has not improved for half of the search, which is counted in proposals and so is repeatable.
@@ -112,7 +112,7 @@ def anneal(
     problem: PlacementProblem,
     start: Sequence[Configuration],
     draw: np.random.Generator,
-    limits: Limits,
+    limits: ChainLimits,
     *,
     beta: float | None = None,
     groups: Sequence[Group] | None = None,
@@ -163,7 +163,7 @@ def anneal(
     return Chain(best_strategy, history[-1][2], proposals, simulated, accepted, time.monotonic() - began, tuple(history))
 
 
-def over(limits: Limits, proposals: int, enough: int, elapsed_s: float) -> bool:
+def over(limits: ChainLimits, proposals: int, enough: int, elapsed_s: float) -> bool:
     """Whether a chain ends after so many proposals and seconds; the rule applies after ``enough`` proposals."""
     if elapsed_s >= limits.budget_s or (limits.proposals is not None and proposals >= limits.proposals):
         return True

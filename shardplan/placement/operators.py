@@ -24,7 +24,7 @@ Labels = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class OperatorLoop:
     """A loop that may be cut into any number of parts that divides ``extent``."""
 
     name: str
@@ -33,7 +33,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpWork:
     """One op of an operator, run ``times`` a step.
 
     ``operands`` and ``results`` have the labels of its tensors. ``cut`` pairs its own loops with the operator's. Its arithmetic
@@ -74,8 +74,8 @@ class Operator:
 
     name: str
     source: str
-    loops: tuple[Loop, ...]
-    works: tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
+    loops: tuple[OperatorLoop, ...]
+    works: tuple[tuple[OpWork, ...], tuple[OpWork, ...], tuple[OpWork, ...]]
     contracts: bool = False
     anchor: Anchor | None = None
     saved: tuple[tuple[Labels, int], ...] = ()

@@ -14,7 +14,7 @@ from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.structure import structure_of
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.task_graph import TaskGraphBuilder
-from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import SharedRegions, backward_transfers, forward_transfers
 
 Ints = NDArray[np.int64]
 
@@ -23,7 +23,7 @@ NEVER_SENT = -(1 << 60)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PairTicks:
     """The ticks [parts of the producer, parts of the consumer] of a tensor and of its gradient, and the ticks on each link."""
 
     there: Ints
@@ -48,11 +48,11 @@ class PairCosts:
         self.problem, self.candidates = problem, candidates
         self.structure = structure_of(problem.graph)
         self._builder = TaskGraphBuilder(self.structure, problem.machine, problem.tables)
-        self._pairs: dict[tuple[int, int, int], Pair] = {}
+        self._pairs: dict[tuple[int, int, int], PairTicks] = {}
         self._reductions: dict[tuple[int, tuple[int, ...]], Ints] = {}
         self.phases = [[self._builder.phase_ticks(i, c) for c in own] for i, own in enumerate(candidates)]  # [phases, parts] each
 
-    def pair(self, k: int, produced: int, read: int) -> Pair:
+    def pair(self, k: int, produced: int, read: int) -> PairTicks:
         """The costs of tensor k between two candidates of its operators."""
         key = k, produced, read
         if key not in self._pairs:
@@ -71,7 +71,7 @@ class PairCosts:
             self._reductions[key] = ticks
         return self._reductions[key]
 
-    def _pair(self, edge: Edge, produced: Configuration, read: Configuration) -> Pair:
+    def _pair(self, edge: Edge, produced: Configuration, read: Configuration) -> PairTicks:
         machine = self.problem.machine
         shape = len(produced.devices), len(read.devices)
         links = np.zeros(len(machine.links), np.int64)
@@ -83,7 +83,7 @@ class PairCosts:
             sent = backward_transfers(edge, produced, read, machine)
             back[sent.target, sent.source] = _takes(sent)
             np.add.at(links, sent.link, sent.ticks)
-        return Pair(there, back, links)
+        return PairTicks(there, back, links)
 
 
 class Behind:
@@ -129,6 +129,6 @@ class Behind:
         return reduced + int(self.costs.phases[i][n][UPDATE].min())
 
 
-def _takes(sent: Transfers) -> Ints:
+def _takes(sent: SharedRegions) -> Ints:
     """[pairs]: the ticks of each message; 0 on one device."""
     return np.where(sent.message >= 0, np.append(sent.ticks, 0)[sent.message], 0)

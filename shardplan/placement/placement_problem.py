@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import Machine
-from shardplan.placement.operators import OperatorGraph, Work
+from shardplan.placement.device_topology import DeviceTopology
+from shardplan.placement.operators import OperatorGraph, OpWork
 from shardplan.placement.prices import PartPrices
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.task_graph import Table
@@ -19,7 +19,7 @@ class PlacementProblem:
     """A graph of operators on a machine. ``tables[i]`` has the ticks of the parts of operator i, by degrees."""
 
     graph: OperatorGraph
-    machine: Machine
+    machine: DeviceTopology
     tables: tuple[Table, ...]
 
     def simulation(self, engine: Engine = "auto") -> Simulation:
@@ -59,10 +59,10 @@ class PlacementProblem:
                 raise PlacementError(f"{what} places {operator.name} on {chosen.devices}, of which some are absent: search again")
 
 
-_NOTHING = Work(None, 0.0, (), ())  # type: ignore[arg-type]
+_NOTHING = OpWork(None, 0.0, (), ())  # type: ignore[arg-type]
 
 
-def problem_of(graph: OperatorGraph, machine: Machine) -> PlacementProblem:
+def problem_of(graph: OperatorGraph, machine: DeviceTopology) -> PlacementProblem:
     """The problem of placing these operators; prices every way to cut each of them."""
     prices = PartPrices(machine)
     return PlacementProblem(graph, machine, tuple(prices.table(o) for o in graph.operators))

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import degrees_of
-from shardplan.placement.device_topology import TICK_S, Machine
-from shardplan.placement.operators import Labels, Operator, Work
+from shardplan.placement.device_topology import TICK_S, DeviceTopology
+from shardplan.placement.operators import Labels, Operator, OpWork
 from shardplan.search.problem.compute_prices import shared_compute_s
 
 Degrees = NDArray[np.int64]  # [cuts, loops]
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 class PartPrices:
     """Ticks of the parts of operators on a device of speed 1, memoised: equal operators share a table."""
 
-    machine: Machine
+    machine: DeviceTopology
     _tables: dict[object, dict[tuple[int, ...], tuple[int, int, int]]] = field(
         default_factory=dict[object, dict[tuple[int, ...], tuple[int, int, int]]]
     )
@@ -37,7 +37,7 @@ class PartPrices:
             self._tables[key] = dict(zip(choices, map(tuple, ticks.tolist()), strict=True))
         return self._tables[key]
 
-    def _seconds(self, work: Work, degrees: Degrees) -> Floats:
+    def _seconds(self, work: OpWork, degrees: Degrees) -> Floats:
         operands, results = ([share_of(labels, degrees) for labels in side] for side in (work.operands, work.results))
         ways = {v: degrees[:, n] for v, n in work.cut}
         part = share_of(work.divides, degrees)
@@ -62,5 +62,5 @@ def share_of(loops: Labels | Sequence[int], degrees: Degrees) -> Floats:
     return 1.0 / np.prod(degrees[:, own], axis=1) if own else np.ones(len(degrees))
 
 
-def _key(work: Work) -> tuple[object, ...]:
+def _key(work: OpWork) -> tuple[object, ...]:
     return work.signature.id, work.times, work.operands, work.results, work.cut, work.divides, work.reduces, work.exchanged

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.constants import CONSTANTS
 from shardplan.placement.configurations import Configuration, Group, Strategy
 from shardplan.placement.device_groups import Region, regions_of
-from shardplan.placement.mcmc import Chain, Limits, anneal
+from shardplan.placement.mcmc import Chain, ChainLimits, anneal
 from shardplan.placement.operators import OperatorGraph, Weight
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
@@ -35,7 +35,7 @@ class RegionPlans:
     """Plans of regions, kept for regions alike on groups alike. ``chains`` are those that made them."""
 
     problem: PlacementProblem
-    limits: Limits
+    limits: ChainLimits
     until_s: float
     seed: int
     engine: Engine
@@ -64,7 +64,7 @@ class RegionPlans:
         key = _likeness(here, own, region.devices)
         if key not in self._plans:
             most = CONSTANTS.least_proposals[1] * len(own)
-            limits = Limits(
+            limits = ChainLimits(
                 max(0.0, self.until_s - time.monotonic()),
                 most if self.limits.proposals is None else min(most, self.limits.proposals),
             )

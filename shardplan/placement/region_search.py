@@ -27,10 +27,10 @@ from shardplan.placement.branches import (
 from shardplan.placement.configurations import Configuration, Group, Strategy, partitions_of
 from shardplan.placement.device_groups import GroupTimes, Region, regions_of, used_groups
 from shardplan.placement.held_bytes import Memory, may_exceed
-from shardplan.placement.mcmc import Limits, Observer, anneal, neighbours_of
+from shardplan.placement.mcmc import ChainLimits, Observer, anneal, neighbours_of
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.region_plans import Candidate, RegionPlans
-from shardplan.placement.search import Found, search
+from shardplan.placement.search import BestStrategy, search
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.stage_cuts import staged
 from shardplan.placement.starts import data_parallel, data_parallel_on, expert
@@ -91,14 +91,14 @@ def _stages(times: GroupTimes, units: Sequence[Unit], shape: Sequence[int]) -> I
 def region_search(
     problem: PlacementProblem,
     starts: Mapping[str, Strategy],
-    limits: Limits,
+    limits: ChainLimits,
     *,
     chains: int | None = None,
     seed: int = 0,
     workers: int | None = None,
     observer: Observer | None = None,
     engine: Engine = "auto",
-) -> tuple[Found, tuple[Region, ...]]:
+) -> tuple[BestStrategy, tuple[Region, ...]]:
     """The best strategy of regions and its regions; never worse than data parallel, the experts' strategy or a start."""
     began = time.monotonic()
     tried_s, proposed_s, merged_s, inside_s, end_s = (began + limits.budget_s * f for f in (TRIED, PROPOSED, MERGED, INSIDE, 1))
@@ -123,7 +123,7 @@ def region_search(
             observer(min(c.seconds for c in ranked), INSIDE + (1 - INSIDE) * (n + 1) / 2)
     best = min((c for c in (*known, proposed, *ranked) if _fits(problem, c)), key=lambda c: c.seconds)
     regions = regions_of(problem, best.strategy, best.groups)
-    return Found(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
+    return BestStrategy(best.strategy, best.seconds, best.origin, found.starts, (*found.chains, *inside.chains)), regions
 
 
 def _fits(problem: PlacementProblem, candidate: Candidate) -> bool:

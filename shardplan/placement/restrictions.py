@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.constants import CONSTANTS
 from shardplan.placement.configurations import Configuration, Strategy, degrees_of, single
-from shardplan.placement.mcmc import Chain, Limits, anneal, least_proposals, over
+from shardplan.placement.mcmc import Chain, ChainLimits, anneal, least_proposals, over
 from shardplan.placement.operators import Operator, OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.whole_operators import scheduled
@@ -22,13 +22,13 @@ Layers = tuple[tuple[int, ...], ...]
 """The operators of each layer."""
 
 
-def colocrl(problem: PlacementProblem, limits: Limits, seed: int = 0) -> Chain:
+def colocrl(problem: PlacementProblem, limits: ChainLimits, seed: int = 0) -> Chain:
     """Whole operators on single devices, as ColocRL places them (Mirhoseini et al. 2017); the better of two chains.
 
     One chain begins with all operators on one device, the other with the schedule of HEFT.
     """
     starts = [tuple(single(o, 0) for o in problem.graph.operators), scheduled(problem, "heft")]
-    each = Limits(limits.budget_s / len(starts), limits.proposals, limits.rule)
+    each = ChainLimits(limits.budget_s / len(starts), limits.proposals, limits.rule)
     chains = [
         anneal(problem, start, np.random.default_rng((seed, n)), each, proposer=on_one_device) for n, start in enumerate(starts)
     ]
@@ -48,13 +48,13 @@ def on_one_device(
     return i, single(problem.graph.operators[i], device)
 
 
-def optcnn(problem: PlacementProblem, starts: Sequence[Strategy], limits: Limits, seed: int = 0) -> Chain:
+def optcnn(problem: PlacementProblem, starts: Sequence[Strategy], limits: ChainLimits, seed: int = 0) -> Chain:
     """A configuration for each layer, all of them on one set of devices, as OptCNN has it (Jia et al. 2018).
 
     All parts of a layer have the configuration of its first operator. Every configuration uses the first device, so that no two
     operators run at once. One chain begins at each start, and the best counts.
     """
-    each = Limits(limits.budget_s / len(starts), limits.proposals, limits.rule)
+    each = ChainLimits(limits.budget_s / len(starts), limits.proposals, limits.rule)
     chains = [_anneal_layers(problem, start, np.random.default_rng((seed, n)), each) for n, start in enumerate(starts)]
     return min(chains, key=lambda c: c.seconds)
 
@@ -75,7 +75,7 @@ def layers_of(graph: OperatorGraph) -> Layers:
     return tuple(map(tuple, found.values()))
 
 
-def _anneal_layers(problem: PlacementProblem, start: Strategy, draw: np.random.Generator, limits: Limits) -> Chain:
+def _anneal_layers(problem: PlacementProblem, start: Strategy, draw: np.random.Generator, limits: ChainLimits) -> Chain:
     began = time.monotonic()
     layers, simulation = layers_of(problem.graph), problem.simulation()
     cost = best = simulation.full(_of_layers(layers, start))

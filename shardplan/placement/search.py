@@ -13,7 +13,7 @@ from shardplan.errors import PlacementError
 from shardplan.placement.chains import cores, run_all, tasks_of
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.held_bytes import check_memory
-from shardplan.placement.mcmc import Chain, Limits, Observer
+from shardplan.placement.mcmc import Chain, ChainLimits, Observer
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -22,7 +22,7 @@ STARTS = ("dp", "expert", "random", "plan")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BestStrategy:
     """The best strategy, the seconds of a step, which start or chain it came from, and the seconds of each start."""
 
     strategy: Strategy
@@ -89,14 +89,14 @@ def starts_of(problem: PlacementProblem, names: Sequence[str], seed: int, plan: 
 def search(
     problem: PlacementProblem,
     starts: Mapping[str, Strategy],
-    limits: Limits,
+    limits: ChainLimits,
     *,
     chains: int | None = None,
     seed: int = 0,
     workers: int | None = None,
     observer: Observer | None = None,
     engine: Engine = "auto",
-) -> Found:
+) -> BestStrategy:
     """The best strategy that chains from these starts find; never worse than a start that fits in memory.
 
     Raises:
@@ -115,5 +115,5 @@ def search(
     least, n = min(ranked)
     name = min(seconds, key=lambda s: seconds[s])
     if seconds[name] <= least:
-        return Found(starts[name], seconds[name], name, every, tuple(found))
-    return Found(found[n].strategy, least, f"a chain from {tasks[n].start}", every, tuple(found))
+        return BestStrategy(starts[name], seconds[name], name, every, tuple(found))
+    return BestStrategy(found[n].strategy, least, f"a chain from {tasks[n].start}", every, tuple(found))

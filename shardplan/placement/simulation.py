@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from shardplan.errors import PlacementError
 from shardplan.placement import task_loop
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import TICK_S, Machine
+from shardplan.placement.device_topology import TICK_S, DeviceTopology
 from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import structure_of
 from shardplan.placement.tails import Tails
 from shardplan.placement.task_graph import Table, TaskGraphBuilder
-from shardplan.placement.task_loop import NEVER, NONE, Bounds, Readers, Space, Streams, Tasks
-from shardplan.placement.task_loop import Times as TimesOfTasks
+from shardplan.placement.task_loop import NEVER, NONE, Bounds, PoolTasks, Readers, RerunStreams, Scratch
+from shardplan.placement.task_loop import TaskTimes as TimesOfTasks
 from shardplan.placement.task_pool import Mark
 from shardplan.simulate.compile_loops import compiled
 
@@ -32,7 +32,7 @@ Engine = Literal["auto", "numba", "python"]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StrategyTimes:
     """When each task of a strategy runs, in ticks: arrays [tasks], sorted by ``key``, which names tasks across strategies."""
 
     key: Ints
@@ -58,7 +58,7 @@ class _Change:
 class Simulation:
     """A strategy with its timeline, and changes to it. ``ticks`` is the time of a step, ``ran`` counts tasks that ran."""
 
-    def __init__(self, graph: OperatorGraph, machine: Machine, tables: Sequence[Table], engine: Engine = "auto") -> None:
+    def __init__(self, graph: OperatorGraph, machine: DeviceTopology, tables: Sequence[Table], engine: Engine = "auto") -> None:
         self.graph, self.machine, self.engine = graph, machine, engine
         self.structure = structure_of(graph)
         self.builder = TaskGraphBuilder(self.structure, machine, tables)
@@ -161,10 +161,10 @@ class Simulation:
         pool, s, operators = self.builder.pool, self.structure, len(self.graph.operators)
         loops = self._loops(pool.top)
         again, border, queue, events = np.empty((4, pool.top), np.int64)
-        tasks = Tasks(pool.work, pool.stream, pool.key, pool.group, pool.alive)
+        tasks = PoolTasks(pool.work, pool.stream, pool.key, pool.group, pool.alive)
         times = TimesOfTasks(pool.ready, pool.end, pool.new_ready, pool.new_end, pool.waits)
         *columns, coming, free = np.zeros((8, self.machine.count + len(self.machine.links)), np.int64)
-        streams = Streams(*columns)
+        streams = RerunStreams(*columns)
         streams.running[:] = NONE
         runs, ends, kept = loops["split"](now, pool.top, tasks, times, streams, 3 * operators, again, border)
         self.ran += runs
@@ -173,7 +173,7 @@ class Simulation:
         tails = self.bounds() if limit < NEVER else np.zeros(s.groups, np.int64)
         bounds = Bounds(limit, tails, int(tails[s.last_phases].min()), 3 * operators)
         readers = Readers(pool.base, s.first, s.bundles, pool.pointer, pool.arcs)
-        space = Space(queue, events, coming, free)
+        space = Scratch(queue, events, coming, free)
         latest = loops["rerun"](again, border, tasks, readers, times, streams, space, bounds)
         return (NONE if latest == NONE else max(latest, kept)), again
 
@@ -202,7 +202,7 @@ class Simulation:
         """[groups]: ticks that pass at least after any task of each group (`shardplan.placement.tails`)."""
         return self._tails.bounds(self.builder.reduced, self._loops()["tails"])
 
-    def times(self) -> Times:
+    def times(self) -> StrategyTimes:
         """The timeline of the present strategy."""
         pool = self.builder.pool
         ready, end = pool.ready.copy(), pool.end.copy()
@@ -212,7 +212,7 @@ class Simulation:
         live = np.flatnonzero(pool.alive[: pool.top])
         live = live[np.argsort(pool.key[live], kind="stable")]
         columns = (pool.key, pool.group, pool.stream, ready, end - pool.work, end)
-        return Times(*(x[live].astype(np.int64) for x in columns))
+        return StrategyTimes(*(x[live].astype(np.int64) for x in columns))
 
 
 _FEW = 3_000

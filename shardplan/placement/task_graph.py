@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import Machine
+from shardplan.placement.device_topology import DeviceTopology
 from shardplan.placement.group_reductions import GroupPrices
 from shardplan.placement.operators import BACKWARD, UPDATE, OperatorGraph
 from shardplan.placement.structure import Structure
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.task_pool import NO_TASKS, TaskPool
-from shardplan.placement.tensor_transfers import Transfers, backward_transfers, forward_transfers
+from shardplan.placement.tensor_transfers import SharedRegions, backward_transfers, forward_transfers
 
 Table = Mapping[tuple[int, ...], tuple[int, int, int]]
 """The ticks of one part of an operator in each phase, by the degrees of its loops."""
@@ -23,7 +23,7 @@ Table = Mapping[tuple[int, ...], tuple[int, int, int]]
 class TaskGraphBuilder:
     """Puts the tasks and arcs of operators, tensors and weights into a pool."""
 
-    def __init__(self, structure: Structure, machine: Machine, tables: Sequence[Table]) -> None:
+    def __init__(self, structure: Structure, machine: DeviceTopology, tables: Sequence[Table]) -> None:
         self.structure, self.machine, self.tables = structure, machine, tables
         self.pool = TaskPool(structure)
         self.prices = GroupPrices(machine)
@@ -73,7 +73,7 @@ class TaskGraphBuilder:
         back = backward_transfers(edge, made, read, self.machine) if edge.gradient else _NO_TRANSFERS
         self._transfers(back, group + 1, bundle + 2, 3 * edge.producer + BACKWARD)
 
-    def _transfers(self, sent: Transfers, group: int, bundle: int, reader: int) -> None:
+    def _transfers(self, sent: SharedRegions, group: int, bundle: int, reader: int) -> None:
         pool = self.pool
         pool.put_group(group, sent.ticks, self.machine.count + sent.link)
         target = pool.base[reader] + sent.target
@@ -112,4 +112,4 @@ class TaskGraphBuilder:
         pool.put_bundle(bundle + 1, source, np.concatenate([np.full(count, begin + count), updates]))
 
 
-_NO_TRANSFERS = Transfers(NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS)
+_NO_TRANSFERS = SharedRegions(NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS, NO_TASKS)

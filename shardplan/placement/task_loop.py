@@ -12,7 +12,7 @@ NONE = -1
 NEVER = 1 << 62
 
 
-class Tasks(NamedTuple):
+class PoolTasks(NamedTuple):
     """What each task is (`shardplan.placement.task_pool`); ``alive``: it belongs to the present strategy."""
 
     work: Any
@@ -32,7 +32,7 @@ class Readers(NamedTuple):
     arcs: Any
 
 
-class Times(NamedTuple):
+class TaskTimes(NamedTuple):
     """By task: when it was ready and ended, the same in the new timeline, and for how many others it waits there."""
 
     ready: Any
@@ -42,7 +42,7 @@ class Times(NamedTuple):
     waits: Any
 
 
-class Streams(NamedTuple):
+class RerunStreams(NamedTuple):
     """By stream, for the tasks that run again.
 
     ``last`` is when it is free, ``load`` the ticks of its tasks that are still to run, and ``early`` those of the forward and
@@ -57,7 +57,7 @@ class Streams(NamedTuple):
     running: Any
 
 
-class Space(NamedTuple):
+class Scratch(NamedTuple):
     """Room for the ``queue`` of each stream, and for the ``events`` of an instant: tasks that are ready, and ~tasks that end.
 
     ``coming`` is a binary heap of the streams that run a task, ``free`` are those that may take the next one in this instant.
@@ -82,7 +82,7 @@ class Bounds(NamedTuple):
 
 
 def split(
-    now: int, top: int, tasks: Tasks, times: Times, streams: Streams, updates: int, again: Any, border: Any
+    now: int, top: int, tasks: PoolTasks, times: TaskTimes, streams: RerunStreams, updates: int, again: Any, border: Any
 ) -> tuple[int, int, int]:
     """Fills ``again`` with the tasks that are ready at ``now`` or later, and ``border`` with others that end then or later.
 
@@ -119,7 +119,14 @@ def split(
 
 
 def rerun(
-    again: Any, border: Any, tasks: Tasks, readers: Readers, times: Times, streams: Streams, space: Space, bounds: Bounds
+    again: Any,
+    border: Any,
+    tasks: PoolTasks,
+    readers: Readers,
+    times: TaskTimes,
+    streams: RerunStreams,
+    space: Scratch,
+    bounds: Bounds,
 ) -> int:
     """Runs the tasks ``again``; the last instant, or `NONE` once it is certain to lie beyond the limit.
 
@@ -162,7 +169,7 @@ def rerun(
         count = 0
 
 
-def end_tasks(now: int, count: int, busy: int, streams: Streams, space: Space) -> tuple[int, int]:
+def end_tasks(now: int, count: int, busy: int, streams: RerunStreams, space: Scratch) -> tuple[int, int]:
     """Ends the tasks that end now; how many events there are then, and how many streams are still busy."""
     free = 0
     while busy > 0 and streams.last[space.coming[0]] == now:
@@ -179,7 +186,7 @@ def is_early(group: int, updates: int) -> bool:
     return group < updates and group % 3 != 2
 
 
-def still(s: int, streams: Streams, bounds: Bounds) -> int:
+def still(s: int, streams: RerunStreams, bounds: Bounds) -> int:
     """The ticks that pass at least once a stream is free."""
     return max(streams.load[s], streams.early[s] + bounds.after if streams.early[s] > 0 else 0)
 
@@ -197,11 +204,11 @@ def happen(
     now: int,
     count: int,
     free: int,
-    tasks: Tasks,
+    tasks: PoolTasks,
     readers: Readers,
-    times: Times,
-    streams: Streams,
-    space: Space,
+    times: TaskTimes,
+    streams: RerunStreams,
+    space: Scratch,
 ) -> int:
     """All events of an instant, and those that follow in it; how many streams may then take a task."""
     base, first, bundles, pointer, arcs = readers
@@ -243,7 +250,7 @@ def enqueue(task: int, now: int, key: Any, ready: Any, queue: Any, front: int, b
     queue[back] = task
 
 
-def take(s: int, now: int, tasks: Tasks, times: Times, streams: Streams, space: Space, bounds: Bounds) -> int:
+def take(s: int, now: int, tasks: PoolTasks, times: TaskTimes, streams: RerunStreams, space: Scratch, bounds: Bounds) -> int:
     """A stream takes the first task of its queue; when that ends, `NEVER` if there is none, `NONE` if that is too late."""
     if streams.front[s] == streams.back[s]:
         streams.running[s] = NONE

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import Machine
+from shardplan.placement.device_topology import DeviceTopology
 from shardplan.placement.operators import Edge
 from shardplan.placement.shared_regions import copies_of, shared_bytes, sharing_pairs
 
@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class SharedRegions:
     """Pairs of parts [m] that share a region, sorted by ``source``.
 
     ``message`` [m] numbers those on two devices, which take ``ticks`` on ``link`` [messages]; -1: both parts are on one device.
@@ -29,7 +29,7 @@ class Transfers:
     link: Ints
 
 
-def forward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
+def forward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: DeviceTopology) -> SharedRegions:
     """What each part of the consumer fetches. Of several copies it takes that on its own device, or else the nearest."""
     devices, targets = np.array(made.devices), np.array(read.devices)
     copies = copies_of(edge.produced, made.degrees)
@@ -49,17 +49,17 @@ def forward_transfers(edge: Edge, made: Configuration, read: Configuration, mach
     return _between(machine, devices, targets, source[order], target[order], size[order])
 
 
-def backward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: Machine) -> Transfers:
+def backward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: DeviceTopology) -> SharedRegions:
     """The gradients that the parts of the consumer send back, to every copy: each reader's is a term of the sum."""
     pairs = sharing_pairs(edge, made.degrees, read.degrees)
     source, target, nbytes = pairs.target[pairs.back], pairs.source[pairs.back], pairs.nbytes[pairs.back]
     return _between(machine, np.array(read.devices), np.array(made.devices), source, target, nbytes)
 
 
-def _between(machine: Machine, sources: Ints, targets: Ints, source: Ints, target: Ints, nbytes: Ints) -> Transfers:
+def _between(machine: DeviceTopology, sources: Ints, targets: Ints, source: Ints, target: Ints, nbytes: Ints) -> SharedRegions:
     at, to = sources[source], targets[target]
     remote = at != to
     message = np.where(remote, np.cumsum(remote) - 1, -1)
     at, to, size = at[remote], to[remote], nbytes[remote]
     ticks = machine.latency_ticks[at, to] + np.rint(size * machine.ticks_per_byte[at, to]).astype(np.int64)
-    return Transfers(source, target, message, np.maximum(ticks, 1), machine.link[at, to])
+    return SharedRegions(source, target, message, np.maximum(ticks, 1), machine.link[at, to])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardplan.graph.nodes import Node
 from shardplan.placement.forward import Grouping
 from shardplan.placement.labels import by_shape
-from shardplan.placement.operators import BACKWARD, UPDATE, Work
+from shardplan.placement.operators import BACKWARD, UPDATE, OpWork
 from shardplan.search.coarsening.gradient_pairing import same_values
 
 
@@ -50,7 +50,7 @@ class _Backward:
                 group = self.grouping.groups[at]
                 how = by_shape(node, group.shapes)
                 every = tuple(range(len(group.extents)))
-                group.works[BACKWARD].append(Work(node.costed, node.weight, how.operands, how.results, (), every))
+                group.works[BACKWARD].append(OpWork(node.costed, node.weight, how.operands, how.results, (), every))
 
     def _value(self, t: int) -> int:
         return self.values[t]
@@ -127,10 +127,10 @@ def assign_update(grouping: Grouping) -> None:
         grouping.owner[node.id] = at
         how = by_shape(node, grouping.groups[at].shapes)
         works = grouping.groups[at].works[UPDATE]
-        works.append(Work(node.costed, node.weight, how.operands, how.results))
+        works.append(OpWork(node.costed, node.weight, how.operands, how.results))
         for t in node.inputs:
             source = grouping.derived.get(t)
             if source is not None and source.id not in grouping.charged:
                 grouping.charged.add(source.id)
                 grouping.owner[source.id] = at
-                works.append(Work(source.costed, source.weight, how.operands[:1] * len(source.inputs), how.results))
+                works.append(OpWork(source.costed, source.weight, how.operands[:1] * len(source.inputs), how.results))

@@ -34,10 +34,10 @@ from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution, Tried
 from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.polish import polish
-from shardplan.search.strategy.purposes import Kind, Loops, Purpose, purposes
+from shardplan.search.strategy.purposes import ContractionLoops, LoopKind, Purpose, purposes
 from shardplan.search.strategy.solve import Outcome, limit_costs
 
-_KINDS: Mapping[Purpose, Kind | None] = {
+_KINDS: Mapping[Purpose, LoopKind | None] = {
     "data": "batch",
     "fsdp": "batch",
     "tensor": "tensor",
@@ -64,7 +64,7 @@ def laid(cluster: Cluster, sizes: Mapping[Purpose, int]) -> Iterator[tuple[tuple
             yield factors(cluster, parts), tuple(names[i] for own in placed for i in own)
 
 
-def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: Loops) -> Restriction:
+def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: ContractionLoops) -> Restriction:
     """The problem in which each factor cuts the loops of its purpose alone, where an op has any."""
     result = list(domains)
     for t in sorted(problem.coarse.parameters & loops.root.keys()):
@@ -88,7 +88,7 @@ def _stored(problem: Problem, v: int, domain: Domain, of: Sequence[Purpose]) -> 
     return tuple(s for s, keep in zip(domain, whole & (parts == best), strict=True) if keep) or domain
 
 
-def _cuts(problem: Problem, loops: Loops, n: int, of: Sequence[Purpose]) -> Cuts:
+def _cuts(problem: Problem, loops: ContractionLoops, n: int, of: Sequence[Purpose]) -> Cuts:
     signature, kinds = problem.graph.nodes[n].signature, loops.kinds(problem.graph.nodes[n])
 
     def may(f: int, purpose: Purpose) -> frozenset[int]:
@@ -175,7 +175,7 @@ class _Search:
             return self._leave_out(over, error)
         except ClusterError as error:
             return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {error}: give fewer axes"))
-        loops = Loops(problem)
+        loops = ContractionLoops(problem)
         _check_used(loops, of)
         outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted, lambda part: first + share * part)
         if outcome is None:
@@ -223,7 +223,7 @@ def _unused(found: Found) -> tuple[int, ...]:
     purpose must meet in some product.
     """
     problem, outcome = found
-    decisions, loops = Extractor.of(problem).decide(outcome.best), Loops(problem)
+    decisions, loops = Extractor.of(problem).decide(outcome.best), ContractionLoops(problem)
     met = dict.fromkeys(outcome.purposes, False)
     for node in loops.contractions:
         use, kinds = decisions.uses.get(node.id), loops.kinds(node)
@@ -241,7 +241,7 @@ def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterErro
     problem, outcome = found
     assert wanted.axes is not None
     purpose = outcome.purposes[unused[0]]
-    size, loops = wanted.axes[purpose], Loops(problem)
+    size, loops = wanted.axes[purpose], ContractionLoops(problem)
     extents = {
         node.signature.description.loops[v].extent
         for node in loops.contractions
@@ -259,7 +259,7 @@ def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterErro
     )
 
 
-def _check_used(loops: Loops, of: Sequence[Purpose]) -> None:
+def _check_used(loops: ContractionLoops, of: Sequence[Purpose]) -> None:
     """Refuses a purpose whose loops no contraction of the step has."""
     kinds = {kind for node in loops.contractions for kind in loops.kinds(node).values()}
     for purpose in dict.fromkeys(of):

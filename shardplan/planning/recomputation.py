@@ -15,8 +15,8 @@ from shardplan.ir import Program
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Planned, Wanted, step_time_s
 from shardplan.remat import (
-    Part,
     Policy,
+    RecomputedPart,
     Remat,
     Without,
     find,
@@ -50,7 +50,7 @@ def _over(searcher: Searcher, plain: Planned) -> Searcher:
     return replace(searcher, wanted=replace(searcher.wanted, factors=plain.found[0].factors))
 
 
-def _with_parts(searcher: Searcher, plain: Planned, parts: dict[Policy, tuple[Part, ...]], without: Without) -> Planned:
+def _with_parts(searcher: Searcher, plain: Planned, parts: dict[Policy, tuple[RecomputedPart, ...]], without: Without) -> Planned:
     wanted, memory = searcher.wanted, searcher.wanted.memory
     best, last = plain, plain
     step = 0.6 / (len(parts) + CONSTANTS.fewer_parts)
@@ -97,14 +97,14 @@ def _part(wanted: Wanted, first: float, end: float, *, half: bool = False) -> Wa
     return replace(wanted, deadline=deadline, observer=tell)
 
 
-def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[Part, ...]]:
+def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[RecomputedPart, ...]]:
     """The parts that may be recomputed under each policy; policies with equal parts are listed once."""
     heavy = {
         (n.where, n.op.id)
         for n in graph.nodes
         if n.signature.description is not None and compute.is_contraction(n.signature.description)
     }
-    found: dict[Policy, tuple[Part, ...]] = {}
+    found: dict[Policy, tuple[RecomputedPart, ...]] = {}
     for policy in ("all", "light"):
         parts = find(program, lambda where, op_id: (where, op_id) in heavy, policy)
         if parts and parts not in found.values():

@@ -17,7 +17,7 @@ from shardplan.plans.placed_data import PlacedData, group_choices
 from shardplan.regions.cuts import cut_of, graph_of, group_parts, in_order, step_of
 from shardplan.regions.dispatch import Issue
 from shardplan.regions.placed import PlacedStep
-from shardplan.regions.tasks import TaskGraph
+from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.remat import rematerialised
 
 
@@ -66,7 +66,7 @@ def fitted_groups(name: str, data: PlacedData, traced: Traced) -> PlacedStep:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error
 
 
-def _issues(data: PlacedData, graph: TaskGraph) -> Sequence[Issue]:
+def _issues(data: PlacedData, graph: PlacedTaskGraph) -> Sequence[Issue]:
     """The issues that the plan names.
 
     Raises:

@@ -22,7 +22,7 @@ from shardplan.cost import Network, wire_bytes
 from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.mesh.factoring import factors
-from shardplan.placement.device_topology import MOST_DEVICES, Machine, machine_of
+from shardplan.placement.device_topology import MOST_DEVICES, DeviceTopology, machine_of
 from shardplan.schedule import Move
 
 
@@ -228,7 +228,7 @@ def _divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool
 # -- in pieces ---------------------------------------------------------------------------------------------------------
 
 
-def _joined(clusters: Sequence[tuple[Cluster, Sequence[int]]]) -> tuple[Machine, Mapping[int, int]] | None:
+def _joined(clusters: Sequence[tuple[Cluster, Sequence[int]]]) -> tuple[DeviceTopology, Mapping[int, int]] | None:
     """The first of these clusters that holds the devices of all, with their numbers in it; None if none does."""
     every = {d for _, devices in clusters for d in devices}
     for cluster, devices in clusters:
@@ -237,7 +237,7 @@ def _joined(clusters: Sequence[tuple[Cluster, Sequence[int]]]) -> tuple[Machine,
     return None
 
 
-def _in_pieces(leaf: Leaf, joined: tuple[Machine, Mapping[int, int]] | None) -> Movement:
+def _in_pieces(leaf: Leaf, joined: tuple[DeviceTopology, Mapping[int, int]] | None) -> Movement:
     """The movement in pieces: the messages of each connection one after the other, all connections at once."""
     (before, first), (after, last) = leaf.before, leaf.after
     every = pieces(before.blocks(leaf.shape, first), after.blocks(leaf.shape, last), after.devices)

@@ -11,7 +11,7 @@ from shardplan.plans.codec import Least
 from shardplan.plans.data import PlanData, Seconds, TriedPlacement
 from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.segment_plans import GroupChoices
-from shardplan.regions.tasks import Task, TaskGraph
+from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.search.inference.anytime import Stopped
 
 Number = Annotated[int, Least(0)]
@@ -95,7 +95,7 @@ def group_choices(plans: Sequence[PlanData]) -> tuple[GroupChoices, ...]:
     return tuple(GroupChoices(p.cluster, p.factors, p.choices, p.time_model == "overlap") for p in plans)
 
 
-def issued_rows(graph: TaskGraph, dispatch: Dispatch) -> tuple[IssuedRow, ...]:
+def issued_rows(graph: PlacedTaskGraph, dispatch: Dispatch) -> tuple[IssuedRow, ...]:
     """What a dispatch issues, by number."""
     numbers = {id(what): n for own in (graph.tasks, graph.transfers) for n, what in enumerate(own)}
     return tuple(

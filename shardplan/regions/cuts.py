@@ -9,15 +9,15 @@ from shardplan.errors import PlacementError
 from shardplan.ir import Program
 from shardplan.regions.assignment import Group, assigned, free_ops
 from shardplan.regions.dispatch import Dispatch, Issue, with_last
-from shardplan.regions.group_programs import Part, Split, split
+from shardplan.regions.group_programs import GroupProgram, StepSplit, split
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.looped import looped_graph
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.placed import PlacedStep, placed_graph
 from shardplan.regions.segment_plans import GroupChoices
-from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
 
-Cut = Split | LoopSplit
+Cut = StepSplit | LoopSplit
 """A step cut into segments, as a whole or as a loop over microbatches."""
 
 
@@ -47,10 +47,10 @@ def cut_of(
     return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, homes=homes)
 
 
-def group_parts(cut: Cut) -> tuple[Part, ...]:
+def group_parts(cut: Cut) -> tuple[GroupProgram, ...]:
     """The program of each group, which is planned in one piece."""
     match cut:
-        case Split():
+        case StepSplit():
             return cut.group_parts
         case LoopSplit():
             return tuple(cut.group_program(g)[0] for g in range(len(cut.groups)))
@@ -58,10 +58,10 @@ def group_parts(cut: Cut) -> tuple[Part, ...]:
             assert_never(cut)
 
 
-def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:
+def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> PlacedTaskGraph:
     """What runs, with the choices of the groups' plans."""
     match cut:
-        case Split():
+        case StepSplit():
             return placed_graph(cut, choices, replicate)
         case LoopSplit():
             return looped_graph(cut, choices, replicate)
@@ -69,12 +69,12 @@ def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str]
             assert_never(cut)
 
 
-def step_of(cut: Cut, graph: TaskGraph, dispatch: Dispatch, layers: LayerParts | None = None) -> PlacedStep:
+def step_of(cut: Cut, graph: PlacedTaskGraph, dispatch: Dispatch, layers: LayerParts | None = None) -> PlacedStep:
     """The step in an order; ``layers`` as in `PlacedStep`."""
     return PlacedStep(cut.program if isinstance(cut, LoopSplit) else cut.assignment.program, graph, dispatch, layers)
 
 
-def in_order(graph: TaskGraph, issues: Sequence[Issue]) -> Dispatch:
+def in_order(graph: PlacedTaskGraph, issues: Sequence[Issue]) -> Dispatch:
     """The dispatch of these issues.
 
     Raises:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.constants import CONSTANTS
-from shardplan.placement.device_topology import Machine
+from shardplan.placement.device_topology import DeviceTopology
 from shardplan.regions.schedules import restricted, started, waiting_tasks
-from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Dispatch:
         """When the last task or transfer ends."""
         return max((i.end_s for i in self.issues), default=0.0)
 
-    def busy_s(self, graph: TaskGraph, group: int) -> float:
+    def busy_s(self, graph: PlacedTaskGraph, group: int) -> float:
         """How long the devices of a group compute."""
         own = (i for i in self.issues if isinstance(i.what, Task) and graph.pieces[i.what.piece].group == group)
         return sum(i.end_s - i.start_s for i in own)
 
 
-def dispatched(graph: TaskGraph, machine: Machine, limit: float = math.inf) -> Dispatch:
+def dispatched(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float = math.inf) -> Dispatch:
     """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; else those that hold least."""
     waiting = waiting_tasks(graph, machine)
     best: tuple[tuple[bool, float, int], Dispatch] | None = None
@@ -74,7 +74,7 @@ def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> boo
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def peak_bytes(graph: TaskGraph, dispatch: Dispatch) -> int:
+def peak_bytes(graph: PlacedTaskGraph, dispatch: Dispatch) -> int:
     """The most bytes that a device holds: the sum over the groups that it belongs to."""
     held: dict[int, int] = {}
     for g, group in enumerate(graph.groups):
@@ -84,7 +84,7 @@ def peak_bytes(graph: TaskGraph, dispatch: Dispatch) -> int:
     return max(held.values())
 
 
-def most_held(graph: TaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
+def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
     """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also of what a
     program needs while it runs. A value that takes the place of one that nothing reads any more has its buffer.
     """
@@ -115,7 +115,7 @@ def most_held(graph: TaskGraph, dispatch: Dispatch, group: int, *, inside: bool 
     return most
 
 
-def _local_bytes(graph: TaskGraph, group: int, tensor: int) -> int:
+def _local_bytes(graph: PlacedTaskGraph, group: int, tensor: int) -> int:
     """The bytes of a tensor on one device of a group."""
     own = graph.groups[group]
     layout = own.layouts.get(tensor)
@@ -123,7 +123,7 @@ def _local_bytes(graph: TaskGraph, group: int, tensor: int) -> int:
     return graph.tensors[tensor].nbytes // ways
 
 
-def with_last(graph: TaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
+def with_last(graph: PlacedTaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
     """The issues, each with the values that nothing reads after it."""
     seen = {r for r in graph.results if r is not None}
     found: list[Issue] = []

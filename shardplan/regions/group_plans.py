@@ -15,7 +15,7 @@ from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted, step_time_s
 from shardplan.regions.assignment import Group
-from shardplan.regions.group_programs import Part
+from shardplan.regions.group_programs import GroupProgram
 from shardplan.search.inference import anytime
 
 
@@ -26,7 +26,7 @@ class GroupPlanner:
     """
 
     groups: Sequence[Group]
-    parts: Sequence[Part]
+    parts: Sequence[GroupProgram]
     cluster: Cluster
     searcher: Searcher
     donated: frozenset[int]

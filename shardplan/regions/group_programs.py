@@ -13,7 +13,7 @@ from shardplan.regions.segments import Segment, segments_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTensor:
     """A tensor of the step that goes from one group to another, and lies there as tensor ``like`` does: itself, or, if it is the
     next value of an input that is held there, that input.
     """
@@ -25,7 +25,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupProgram:
     """A program of some ops of a step. ``tensors[n]`` is the tensor of the step that its tensor n is."""
 
     program: Program
@@ -51,27 +51,27 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Split:
+class StepSplit:
     """A step cut into segments, in an order in which they may run."""
 
     assignment: Assignment
     segments: tuple[Segment, ...]
 
     @cached_property
-    def transfers(self) -> tuple[Sent, ...]:
+    def transfers(self) -> tuple[SentTensor, ...]:
         """The transfers between groups: each tensor once for each group that reads it."""
         assignment, program = self.assignment, self.assignment.program
-        found: dict[tuple[int, int], Sent] = {}  # by tensor and target
+        found: dict[tuple[int, int], SentTensor] = {}  # by tensor and target
         for op in program.ops:
             group = assignment.of.get(op.id)
             for t in op.tensors:
                 if group is not None and assignment.at.get(t, group) != group:
-                    found[t, group] = Sent(t, assignment.at[t], group, t)
+                    found[t, group] = SentTensor(t, assignment.at[t], group, t)
         for t, i in zip(program.outputs, program.feedback, strict=True):
             if i is not None and isinstance(t, int) and t in assignment.at:
                 source, target = assignment.at[t], assignment.home[program.inputs[i]]
                 if source != target:
-                    found.setdefault((t, target), Sent(t, source, target, program.inputs[i]))
+                    found.setdefault((t, target), SentTensor(t, source, target, program.inputs[i]))
         return tuple(found.values())
 
     @cached_property
@@ -103,12 +103,12 @@ class Split:
         return tuple(Boundary(*pair) for pair in zip(reads, makes, strict=True))
 
     @cached_property
-    def group_parts(self) -> tuple[Part, ...]:
+    def group_parts(self) -> tuple[GroupProgram, ...]:
         """The program of each group. What leaves a segment is a result of it, and so has the layout of a result."""
         return tuple(map(self._group_part, range(len(self.assignment.groups))))
 
     @cached_property
-    def segment_parts(self) -> tuple[Part, ...]:
+    def segment_parts(self) -> tuple[GroupProgram, ...]:
         """The program of each segment, with the tensors and ops of its group's program."""
         return tuple(map(self._segment_part, self.segments, self.boundaries))
 
@@ -117,7 +117,7 @@ class Split:
         """The ops of the step, by id."""
         return {op.id: op for op in self.assignment.program.ops}
 
-    def _group_part(self, group: int) -> Part:
+    def _group_part(self, group: int) -> GroupProgram:
         own = [n for n, s in enumerate(self.segments) if s.group == group]
         makes = tuple(dict.fromkeys(t for n in own for t in self.boundaries[n].makes))
         reads = dict.fromkeys(t for n in own for t in self.boundaries[n].reads)
@@ -125,7 +125,7 @@ class Split:
         received = [t for t in reads if self.assignment.at.get(t, group) != group]
         return self.part({i for n in own for i in self.segments[n].ops}, (*held, *received), makes)
 
-    def part(self, ids: Collection[int], inputs: Sequence[int], outputs: Sequence[int]) -> Part:
+    def part(self, ids: Collection[int], inputs: Sequence[int], outputs: Sequence[int]) -> GroupProgram:
         """The program of some ops and of the free ops that they read, its tensors numbered anew."""
         program = self.assignment.program
         ops = self.with_free(ids, outputs)
@@ -137,7 +137,7 @@ class Split:
         results = {t: n for n, t in enumerate(program.outputs) if isinstance(t, int)}
         place = {t: n for n, t in enumerate(inputs)}
         replaced = {t: program.inputs[i] for t, n in results.items() if (i := program.feedback[n]) is not None}
-        return Part(
+        return GroupProgram(
             Program(
                 tensors=tuple(replace(program.tensors[t], id=n) for t, n in number.items()),
                 ops=tuple(
@@ -153,7 +153,7 @@ class Split:
             tensors,
         )
 
-    def _segment_part(self, segment: Segment, boundary: Boundary) -> Part:
+    def _segment_part(self, segment: Segment, boundary: Boundary) -> GroupProgram:
         whole = self.group_parts[segment.group]
         local = {t: n for n, t in enumerate(whole.tensors)}
         ids = {op.id for op in self.with_free(segment.ops, boundary.makes)}
@@ -166,7 +166,7 @@ class Split:
             output_paths=tuple(f"value {t}" for t in boundary.makes),
             feedback=(None,) * len(boundary.makes),
         )
-        return Part(program, whole.tensors)
+        return GroupProgram(program, whole.tensors)
 
     def with_free(self, ids: Collection[int], wanted: Sequence[int]) -> list[Op]:
         """These ops and the free ops that they or some wanted tensors need, in the order of the step."""
@@ -179,7 +179,7 @@ class Split:
         return kept[::-1]
 
 
-def split(assignment: Assignment) -> Split:
+def split(assignment: Assignment) -> StepSplit:
     """A placed step cut into segments.
 
     Raises:
@@ -188,7 +188,7 @@ def split(assignment: Assignment) -> Split:
     segments = segments_of(assignment)
     if not segments:
         raise PlacementError("no op of this step depends on its arguments, so there is nothing to place")
-    return Split(assignment, segments)
+    return StepSplit(assignment, segments)
 
 
 def _numbered(operands: Sequence[Operand], number: Mapping[int, int]) -> tuple[Operand, ...]:

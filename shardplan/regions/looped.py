@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 
 from shardplan.graph import flatten
 from shardplan.ir import Constant, Layout, Program, Tensor
-from shardplan.regions.group_programs import Split
+from shardplan.regions.group_programs import StepSplit
 from shardplan.regions.loops import LoopSplit
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
-from shardplan.regions.tasks import WHOLE, GroupMesh, Key, Piece, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import WHOLE, GroupMesh, Key, Piece, PlacedTaskGraph, Task, Transfer
 from shardplan.schedule import Ends
 from shardplan.search.coarsening.tensor_roles import mark
 
 
-def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> TaskGraph:
+def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> PlacedTaskGraph:
     """The pieces of a step in microbatches with the choices of their groups, and its tasks."""
     builders = [_Group(split, g, own, tuple(replicate)) for g, own in enumerate(groups)]
     pieces: list[Piece] = []
     tasks: list[Task] = []
     for b in builders:
         b.add(pieces, tasks)
-    return TaskGraph(
+    return PlacedTaskGraph(
         tensors=(*split.program.tensors, *split.body.tensors),
         groups=tuple(b.mesh for b in builders),
         pieces=tuple(pieces),
@@ -114,7 +114,7 @@ class _Group:
 
     # -- outside of the loop -------------------------------------------------------------------------------------------
 
-    def _outside(self, split: Split, when: str, pieces: list[Piece], tasks: list[Task]) -> None:
+    def _outside(self, split: StepSplit, when: str, pieces: list[Piece], tasks: list[Task]) -> None:
         for n, (segment, boundary) in enumerate(zip(split.segments, split.boundaries, strict=True)):
             if segment.group != self.group:
                 continue

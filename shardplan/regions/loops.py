@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardplan.dag.pipelines import Kind
+from shardplan.dag.pipelines import PassKind
 from shardplan.errors import PlacementError
 from shardplan.ir import Op, Operand, Program, Tensor
 from shardplan.regions.assignment import Assignment, Group, free_ops
-from shardplan.regions.group_programs import Part, Split
+from shardplan.regions.group_programs import GroupProgram, StepSplit
 from shardplan.regions.segments import segments_of
 
 MARK = "shardplan_microbatches"
@@ -81,7 +81,7 @@ class LoopSplit:
     # -- the body ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def inside(self) -> Split:
+    def inside(self) -> StepSplit:
         """The body cut into segments. What enters the loop whole, or slice by slice, is in each group that reads it."""
         body = self.body
         makers = {t: self.chunks[self.inner[op.id]] for op in body.ops if op.id in self.inner for t in op.outputs}
@@ -94,10 +94,10 @@ class LoopSplit:
         chunk = {op.id: self.inner[op.id] for op in body.ops if op.id not in free}
         of = {i: self.chunks[c] for i, c in chunk.items()}
         assignment = Assignment(program, self.groups, of, held, everywhere, chunk)
-        return Split(assignment, segments_of(assignment))
+        return StepSplit(assignment, segments_of(assignment))
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[PassKind, ...]:
         """What each segment of the body computes.
 
         A segment is "forward" until something comes from a later chunk, then "backward" if another chunk waits for it, and
@@ -111,7 +111,7 @@ class LoopSplit:
                 readers.setdefault(t, set()).update({segment.chunk} - {maker.get(t)})
         late: set[int] = set()  # tensors of chunks that have heard of a later one
         served: set[int] = set()  # chunks that have sent what the chunk before waits for
-        found: list[Kind] = []
+        found: list[PassKind] = []
         for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
             chunk = segment.chunk
             makers = [(maker.get(t, chunk), t) for t in boundary.reads]
@@ -165,7 +165,7 @@ class LoopSplit:
         return found
 
     @cached_property
-    def before(self) -> Split:
+    def before(self) -> StepSplit:
         """The ops that the loop waits for, cut into segments."""
         needed = set(self.loop.tensors)
         ids: set[int] = set()
@@ -179,7 +179,7 @@ class LoopSplit:
         return self._part_of(ids, self.program.inputs, tuple(made), (None,) * len(made))
 
     @cached_property
-    def after(self) -> Split:
+    def after(self) -> StepSplit:
         """The other ops, cut into segments: they run once all microbatches are done."""
         before = self.before.assignment
         ids = self._own - before.of.keys()
@@ -194,7 +194,7 @@ class LoopSplit:
 
     def _part_of(
         self, ids: Iterable[int], inputs: tuple[int, ...], outputs: tuple[Operand, ...], feedback: tuple[int | None, ...]
-    ) -> Split:
+    ) -> StepSplit:
         chosen, free = set(ids), free_ops(self.program)
         ops = tuple(op for op in self.program.ops if op.id in chosen or op.id in free)
         paths = (*self.program.input_paths, *(f"value {t}" for t in inputs[len(self.program.inputs) :]))
@@ -206,7 +206,7 @@ class LoopSplit:
         if outputs is self.program.outputs:
             held |= self.before.assignment.maker
         assignment = Assignment(program, self.groups, {i: self.outer[i] for i in chosen}, {t: held[t] for t in inputs})
-        return Split(assignment, segments_of(assignment))
+        return StepSplit(assignment, segments_of(assignment))
 
     # -- what a group plans --------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class LoopSplit:
         read += [s for t in self.body.inputs if isinstance(s := self.of_outer[t], int) and group in self.readers.get(t, ())]
         return tuple(t for t in dict.fromkeys(read) if at.get(t, group) != group)
 
-    def group_program(self, group: int) -> tuple[Part, Part]:
+    def group_program(self, group: int) -> tuple[GroupProgram, GroupProgram]:
         """(the program of a group as it is planned, the body of its loop). Stacks of what it receives and makes for others have
         numbers from ``len(program.tensors)`` on, with those of the body.
         """
@@ -246,7 +246,7 @@ class LoopSplit:
         ops = (*before, *((loop,) if body.program.ops else ()), *(op for op in after if op not in before))
         return self._numbered(group, ops, (*held, *received), results), body
 
-    def _ordered(self, inside: Part, group: int) -> Part:
+    def _ordered(self, inside: GroupProgram, group: int) -> GroupProgram:
         """The body of a group's loop. It takes values of the whole step, carries, and slices; it gives carries and stacks."""
         inputs, boundaries = self.body.inputs, self.inside.boundaries
         own = [n for n, s in enumerate(self.inside.segments) if s.group == group]
@@ -260,13 +260,13 @@ class LoopSplit:
         ids = {i for n in own for i in self.inside.segments[n].ops}
         return self.inside.part(ids, (*whole, *carries, *slices, *received), (*out, *makes))
 
-    def _ops_of(self, split: Split, group: int) -> list[Op]:
+    def _ops_of(self, split: StepSplit, group: int) -> list[Op]:
         own = {i for s in split.segments if s.group == group for i in s.ops}
         wanted = [t for n, s in enumerate(split.segments) if s.group == group for t in split.boundaries[n].makes]
         wanted += [t for t in self.loop.tensors if t in self.free]
         return split.with_free(own, wanted)
 
-    def _numbered(self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int]) -> Part:
+    def _numbered(self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int]) -> GroupProgram:
         """A program of these ops of a group with its tensors numbered anew."""
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
@@ -295,7 +295,7 @@ class LoopSplit:
             output_paths=tuple(names.get(t, f"handed on: value {t}") for t in outputs),
             feedback=tuple(place.get(back[t]) if t in back else None for t in outputs),
         )
-        return Part(program, tensors)
+        return GroupProgram(program, tensors)
 
     def _tensor(self, t: int, group: int) -> Tensor:
         """A tensor of a group's program."""

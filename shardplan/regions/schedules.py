@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_orders import known_on
-from shardplan.dag.pipeline_search import Wanted, best_order
-from shardplan.dag.pipelines import Kind, Pipeline, Seconds
-from shardplan.placement.device_topology import Machine
-from shardplan.regions.tasks import Key, Task, TaskGraph, Transfer
+from shardplan.dag.pipeline_search import PipelineProblem, best_order
+from shardplan.dag.pipelines import PassKind, Pipeline, Seconds
+from shardplan.placement.device_topology import DeviceTopology
+from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
 
 
 class Waiting(NamedTuple):
@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
     devices: tuple[int, ...]
 
 
-def waiting_tasks(graph: TaskGraph, machine: Machine) -> list[Waiting]:
+def waiting_tasks(graph: PlacedTaskGraph, machine: DeviceTopology) -> list[Waiting]:
     """The tasks and then the transfers of a step, each with what it waits for."""
     made: dict[tuple[int, Key], int] = {}
     for n, task in enumerate(graph.tasks):
@@ -44,7 +44,7 @@ def waiting_tasks(graph: TaskGraph, machine: Machine) -> list[Waiting]:
     return found
 
 
-def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
+def transfer_s(graph: PlacedTaskGraph, transfer: Transfer, machine: DeviceTopology) -> float:
     """Seconds of a transfer: the devices of the smaller group move their shares at once, over the first pair's connection."""
     source, target = graph.groups[transfer.source].devices, graph.groups[transfer.target].devices
     a, b = next(((a, b) for a in source for b in target if a != b), (source[0], target[0]))
@@ -57,7 +57,7 @@ def transfer_s(graph: TaskGraph, transfer: Transfer, machine: Machine) -> float:
 # -- restrictions ------------------------------------------------------------------------------------------------------
 
 
-def restricted(graph: TaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+def restricted(graph: PlacedTaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
     """The same tasks with fewer microbatches in flight than there are, and in the orders of pipelines; none without microbatches.
 
     A limit is ``slack`` times as many microbatches as chunks follow a chunk, itself included (1F1B: Narayanan et al. 2021,
@@ -79,7 +79,7 @@ def restricted(graph: TaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Wa
         yield _ordered(chunks, waiting, pipeline)
     each = len(device) // len(groups)
     for most in numbers if each == 1 else (len(device), each * count):
-        wanted = Wanted(device, tuple(chunk.seconds for chunk in chunks), count, most)
+        wanted = PipelineProblem(device, tuple(chunk.seconds for chunk in chunks), count, most)
         pipeline, run = best_order(wanted)
         yield _ordered(chunks, waiting, pipeline)
         if run.makespan_s <= wanted.least_s * (1 + CONSTANTS.rounding):
@@ -106,11 +106,11 @@ class Chunk:
 
     group: int
     tasks: Mapping[int, list[int]]
-    kinds: Mapping[int, Kind]
+    kinds: Mapping[int, PassKind]
     seconds: Seconds
 
 
-def chunks_of(graph: TaskGraph) -> list[Chunk]:
+def chunks_of(graph: PlacedTaskGraph) -> list[Chunk]:
     """The chunks of a pipeline."""
     runs: dict[tuple[int, int], dict[int, list[int]]] = {}
     for n, task in enumerate(graph.tasks):
@@ -119,10 +119,10 @@ def chunks_of(graph: TaskGraph) -> list[Chunk]:
             runs.setdefault((piece.chunk, piece.group), {}).setdefault(task.microbatch, []).append(n)
     found: list[Chunk] = []
     for (_, group), own in sorted(runs.items()):
-        kinds: dict[int, Kind] = {}
+        kinds: dict[int, PassKind] = {}
         for tasks in own.values():
             kinds |= {n: kind for n in tasks if (kind := graph.pieces[graph.tasks[n].piece].kind) is not None}
-        took: dict[Kind, float] = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "both": 0.0}
+        took: dict[PassKind, float] = {"forward": 0.0, "backward": 0.0, "weight": 0.0, "both": 0.0}
         for n in next(iter(own.values())):
             took[kinds[n]] += graph.pieces[graph.tasks[n].piece].seconds
         seconds = Seconds(took["forward"], took["backward"] + took["both"], took["weight"])
@@ -141,7 +141,7 @@ def _limited(chunks: Sequence[Chunk], waiting: Sequence[Waiting], most: Sequence
     return found
 
 
-_RUN_AT: Mapping[Kind, tuple[Kind, ...]] = {
+_RUN_AT: Mapping[PassKind, tuple[PassKind, ...]] = {
     "forward": ("forward",),
     "backward": ("backward", "both"),
     "weight": ("weight",),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.collectives.issued import StepCost
-from shardplan.dag.pipelines import Kind
+from shardplan.dag.pipelines import PassKind
 from shardplan.ir import Constant, Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.regions.assignment import Group
@@ -52,7 +52,7 @@ class Piece:
     cost: StepCost | None = None
     start: tuple[Constant, ...] = ()
     inside_bytes: int = 0
-    kind: Kind | None = None
+    kind: PassKind | None = None
     chunk: int = 0
 
     @property
@@ -82,7 +82,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskGraph:
+class PlacedTaskGraph:
     """All that a placed step does. ``tensors`` are by number; ``inputs`` and ``results`` say in which group each argument is held
     and each result is left (None: a literal).
     """

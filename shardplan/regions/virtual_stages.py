@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardplan.constants import CONSTANTS
-from shardplan.dag.pipeline_search import Wanted, shortest_start
+from shardplan.dag.pipeline_search import PipelineProblem, shortest_start
 from shardplan.dag.pipelines import Seconds, folded, looped
-from shardplan.placement.device_topology import Machine
+from shardplan.placement.device_topology import DeviceTopology
 from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.schedules import Chunk, chunks_of, transfer_s
-from shardplan.regions.tasks import WHOLE, Task, TaskGraph
+from shardplan.regions.tasks import WHOLE, PlacedTaskGraph, Task
 
 
-def two_chunks(graph: TaskGraph, dispatch: Dispatch, machine: Machine) -> tuple[int, ...] | None:
+def two_chunks(graph: PlacedTaskGraph, dispatch: Dispatch, machine: DeviceTopology) -> tuple[int, ...] | None:
     """The group of each chunk, if two chunks for each group promise a shorter step than this pipeline of one each; else None."""
     chunks = chunks_of(graph)
     groups, count = len(chunks), len(chunks[0].tasks)
     wholes, most = _seconds(chunks), most_in_flight(graph, dispatch)
     send_s = max((transfer_s(graph, t, machine) for t in graph.transfers if t.key[1] != WHOLE), default=0.0)
     halves = tuple(Seconds(*(s / 2 for s in whole)) for whole in wholes for _ in range(2))
-    best, best_s = None, shortest_start(Wanted(looped(groups, 1), wholes, count, most, send_s))
+    best, best_s = None, shortest_start(PipelineProblem(looped(groups, 1), wholes, count, most, send_s))
     for device in (folded(groups), looped(groups, 2)):
-        step_s = shortest_start(Wanted(device, halves, count, 2 * most, send_s))
+        step_s = shortest_start(PipelineProblem(device, halves, count, 2 * most, send_s))
         if step_s < best_s * (1 - CONSTANTS.chunk_gain):
             best, best_s = device, step_s
     return None if best is None else tuple(chunks[d].group for d in best)
@@ -41,7 +41,7 @@ def _seconds(chunks: Sequence[Chunk]) -> tuple[Seconds, ...]:
     return *others, Seconds(passes * share, passes * (1 - share), last.weight)
 
 
-def most_in_flight(graph: TaskGraph, dispatch: Dispatch) -> int:
+def most_in_flight(graph: PlacedTaskGraph, dispatch: Dispatch) -> int:
     """The most microbatches that a chunk has in flight at once, from the first of its tasks to the last."""
     runs: dict[tuple[int, int], list[int]] = {}  # the places of the tasks of a microbatch in the order of the dispatch
     for n, issue in enumerate(dispatch.issues):

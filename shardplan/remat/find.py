@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shardplan.ir import Program
-from shardplan.remat.recomputed import IsHeavy, Part, Policy, inner, program_at
+from shardplan.remat.recomputed import IsHeavy, Policy, RecomputedPart, inner, program_at
 from shardplan.remat.recomputing import rematerialised
 from shardplan.remat.scans import find_loops
 from shardplan.remat.straight_code import find_blocks
 
 
-def find(program: Program, heavy: IsHeavy, policy: Policy = "all") -> tuple[Part, ...]:
+def find(program: Program, heavy: IsHeavy, policy: Policy = "all") -> tuple[RecomputedPart, ...]:
     """The parts of a program that are worth recomputing, loops before blocks, as `rematerialised` takes them.
 
     ``heavy`` tells whether an op of the program is a contraction; the policy "light" keeps the results of contractions.

@@ -16,7 +16,7 @@ IsHeavy = Callable[[Where, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecomputedPart:
     """Ops that are recomputed together, in the program at ``where``.
 
     ``ops`` are their ids, in order. If they belong to the body of a scan, ``loop`` is (forward scan, backward scan), by their ids
@@ -43,7 +43,7 @@ class Without:
 class Remat:
     """The parts that a plan recomputes in the backward pass; ``without`` is set if the search looked for that plan."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RecomputedPart, ...] = ()
     policy: Policy = "all"
     without: Without | None = None
     note: str = ""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.ir import Program, Where
-from shardplan.remat.recomputed import Part
+from shardplan.remat.recomputed import RecomputedPart
 from shardplan.remat.scans import loop_again
 from shardplan.remat.straight_code import block_again
 
 
-def rematerialised(program: Program, parts: Sequence[Part]) -> Program:
+def rematerialised(program: Program, parts: Sequence[RecomputedPart]) -> Program:
     """The program in which the backward pass recomputes these parts."""
     loops = [part for part in parts if part.loop is not None]
     blocks = [part for part in parts if part.loop is None]
@@ -20,7 +20,7 @@ def rematerialised(program: Program, parts: Sequence[Part]) -> Program:
     return program
 
 
-def _inside(program: Program, where: Where, part: Part) -> Program:
+def _inside(program: Program, where: Where, part: RecomputedPart) -> Program:
     if not where:
         return block_again(program, part) if part.loop is None else loop_again(program, part)
     (op_id, at), *rest = where

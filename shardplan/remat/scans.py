@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from shardplan.ir import RECOMPUTED, Op, Operand, Program, Tensor
 from shardplan.remat.recomputed import (
     IsHeavy,
-    Part,
     Policy,
+    RecomputedPart,
     Where,
     closure,
     made_by,
@@ -22,7 +22,7 @@ from shardplan.remat.recomputed import (
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class ScanOp:
     """A scan op with its parameters by name."""
 
     op: Op
@@ -52,14 +52,14 @@ class Scan:
         return [o for o, t in zip(self.op.outputs[self.carry :], self.body.outputs[self.carry :], strict=True) if t == local]
 
 
-def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -> list[Part]:
+def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -> list[RecomputedPart]:
     """The scans of a program whose bodies are worth recomputing, because fewer bytes are then stacked up."""
     read, places = readers(program), {op.id: i for i, op in enumerate(program.ops)}
-    result: list[Part] = []
+    result: list[RecomputedPart] = []
     for op in program.ops:
         if op.control != "scan" or op.backward:
             continue
-        forward = Scan(op)
+        forward = ScanOp(op)
         pairs = _handed_over(program, forward, read)
         for reader in sorted({b for b, _ in pairs.values()}, key=lambda b: places[b]):
             stack_bytes = {local: nbytes for local, (b, nbytes) in pairs.items() if b == reader}
@@ -70,7 +70,7 @@ def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -
     return result
 
 
-def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
+def _handed_over(program: Program, forward: ScanOp, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
     """For each forward body value that only one backward loop reads, slice by slice: (that loop's id, bytes of the stacks)."""
     result: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
@@ -87,16 +87,16 @@ def _handed_over(program: Program, forward: Scan, read: Mapping[int, list[int]])
     return {local: row for local, row in result.items() if local not in shared}
 
 
-def _reads_slices(op: Op, outer: int, forward: Scan) -> bool:
-    if op.control != "scan" or not op.backward or Scan(op).length != forward.length:
+def _reads_slices(op: Op, outer: int, forward: ScanOp) -> bool:
+    if op.control != "scan" or not op.backward or ScanOp(op).length != forward.length:
         return False
-    other = Scan(op)
+    other = ScanOp(op)
     return outer not in op.inputs[: other.consts + other.carry]
 
 
 def _part(
-    forward: Scan, reader: int, stack_bytes: Mapping[int, int], where: Where, heavy: IsHeavy, policy: Policy
-) -> Part | None:
+    forward: ScanOp, reader: int, stack_bytes: Mapping[int, int], where: Where, heavy: IsHeavy, policy: Policy
+) -> RecomputedPart | None:
     body, inside = forward.body, (*where, (forward.op.id, 0))
     maker = made_by(body)
 
@@ -110,10 +110,10 @@ def _part(
     places, entries = closure(body, wanted, kept)
     extra = [t for t in _stacked_too(forward, entries) if not forward.stacked(t)]
     saved = sum(stack_bytes[t] for t in wanted) - forward.length * sum(body.tensors[t].nbytes for t in extra)
-    return Part(where, tuple(body.ops[i].id for i in places), (forward.op.id, reader), saved) if saved > 0 else None
+    return RecomputedPart(where, tuple(body.ops[i].id for i in places), (forward.op.id, reader), saved) if saved > 0 else None
 
 
-def _stacked_too(forward: Scan, entries: frozenset[int]) -> list[int]:
+def _stacked_too(forward: ScanOp, entries: frozenset[int]) -> list[int]:
     """The ``entries`` of a recomputation that change from iteration to iteration and are no slices, so must be stacked up."""
     place = {t: i for i, t in enumerate(forward.body.inputs)}
     steady = {t for t, _ in forward.body.constants}
@@ -121,11 +121,11 @@ def _stacked_too(forward: Scan, entries: frozenset[int]) -> list[int]:
     return sorted(entries - steady - lasting)
 
 
-def loop_again(program: Program, part: Part) -> Program:
+def loop_again(program: Program, part: RecomputedPart) -> Program:
     """The program with this part recomputed in its backward loop."""
     assert part.loop is not None
     ops = {op.id: op for op in program.ops}
-    forward, back = Scan(ops[part.loop[0]]), Scan(ops[part.loop[1]])
+    forward, back = ScanOp(ops[part.loop[0]]), ScanOp(ops[part.loop[1]])
     recomputed = [op for op in forward.body.ops if op.id in set(part.ops)]
     made = {t for op in recomputed for t in op.outputs}
     entries = frozenset(t for op in recomputed for t in op.tensors) - made
@@ -137,7 +137,7 @@ def loop_again(program: Program, part: Part) -> Program:
     return replace(program, tensors=tuple(tensors), ops=tuple(changed.get(op.id, op) for op in program.ops))
 
 
-def _slim(forward: Scan, handed: set[int], entries: Sequence[int], tensors: list[Tensor]) -> tuple[Op, dict[int, int]]:
+def _slim(forward: ScanOp, handed: set[int], entries: Sequence[int], tensors: list[Tensor]) -> tuple[Op, dict[int, int]]:
     """(the forward loop without the stacks of ``handed`` values, the stack of each of the ``entries``)."""
     body, op = forward.body, forward.op
     pairs = list(zip(op.outputs, body.outputs, strict=True))
@@ -158,7 +158,9 @@ def _slim(forward: Scan, handed: set[int], entries: Sequence[int], tensors: list
 class _Feeder:
     """Builds the backward loop, with ops of the forward body before those of its own body."""
 
-    def __init__(self, forward: Scan, back: Scan, stacks: Mapping[int, int], recomputed: Sequence[Op], handed: set[int]) -> None:
+    def __init__(
+        self, forward: ScanOp, back: ScanOp, stacks: Mapping[int, int], recomputed: Sequence[Op], handed: set[int]
+    ) -> None:
         self.forward, self.back, self.stacks, self.recomputed, self.handed = forward, back, stacks, recomputed, handed
         self.tensors = list(back.body.tensors)
         entry, inputs = back.body.inputs, back.op.inputs

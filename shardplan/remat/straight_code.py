@@ -18,8 +18,8 @@ from shardplan.constants import CONSTANTS
 from shardplan.ir import RECOMPUTED, Constant, Op, Operand, Program, Tensor
 from shardplan.remat.recomputed import (
     IsHeavy,
-    Part,
     Policy,
+    RecomputedPart,
     Where,
     closure,
     free,
@@ -49,9 +49,9 @@ class _Run:
     handed: NDArray[np.bool_]
 
 
-def find_blocks(program: Program, where: Where, heavy: IsHeavy, policy: Policy, elsewhere: int) -> list[Part]:
+def find_blocks(program: Program, where: Where, heavy: IsHeavy, policy: Policy, elsewhere: int) -> list[RecomputedPart]:
     """The blocks of a program that are worth recomputing; ``elsewhere`` is the number of bytes saved in other places."""
-    result: list[Part] = []
+    result: list[RecomputedPart] = []
     free_tensors = free(program)
     runs = _runs(program, free_tensors)
     total = elsewhere + sum(float(run.nbytes[run.handed].sum()) for run in runs)
@@ -135,7 +135,7 @@ def _peak(run: _Run, cuts: Sequence[int]) -> float:
 
 def _part(
     program: Program, run: _Run, first: int, end: int, where: Where, heavy: IsHeavy, policy: Policy, free_tensors: frozenset[int]
-) -> Part | None:
+) -> RecomputedPart | None:
     """The part of the block [first, end) of a run to recompute; None where that saves nothing."""
     maker = made_by(program)
     crossing = {t for t, made, last in zip(run.tensors, run.made, run.last, strict=True) if first <= made < end and last >= end}
@@ -155,10 +155,10 @@ def _part(
     # a contraction's result that only the block reads is now kept, in place of the values computed from it
     extra = {t for t in entries if first <= maker.get(t, -1) < end and t not in crossing} - {run.tensors[i] for i in inside}
     nbytes = sum(program.tensors[t].nbytes for t in wanted) - sum(program.tensors[t].nbytes for t in extra)
-    return Part(where, tuple(program.ops[i].id for i in places), None, nbytes) if wanted and nbytes > 0 else None
+    return RecomputedPart(where, tuple(program.ops[i].id for i in places), None, nbytes) if wanted and nbytes > 0 else None
 
 
-def block_again(program: Program, part: Part) -> Program:
+def block_again(program: Program, part: RecomputedPart) -> Program:
     """The program with this block recomputed, behind a barrier that values of the backward pass go through as well."""
     recomputed = [op for op in program.ops if op.id in set(part.ops)]
     made = {t for op in recomputed for t in op.outputs}

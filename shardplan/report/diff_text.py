@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.report.plan_diff import Change, Cost, Moved, PlanDiff, Sent
+from shardplan.report.plan_diff import Cost, Difference, Moved, PlanDiff, SentDifference
 from shardplan.report.tables import seconds, size, table
 
 _SHOWN = 12
@@ -43,7 +43,7 @@ def _same_program(diff: PlanDiff) -> list[str]:
     return [] if diff.program else ["  the arguments and the number of operators agree, the operators do not"]
 
 
-def _program_text(change: Change) -> str:
+def _program_text(change: Difference) -> str:
     if change.before is None:
         return f"  {change.name} {change.after} is new"
     if change.after is None:
@@ -91,15 +91,15 @@ def _figure(name: str, value: float | None) -> str:
     return size(value) if name.split(" ")[0].endswith("_bytes") else seconds(value)
 
 
-def _section(title: str, changes: Sequence[Change]) -> list[str]:
+def _section(title: str, changes: Sequence[Difference]) -> list[str]:
     return ["\n".join([title, *(f"  {_pair(c)}" for c in changes)])] if changes else []
 
 
-def _pair(change: Change) -> str:
+def _pair(change: Difference) -> str:
     return f"{change.name}: {change.before} -> {change.after}"
 
 
-def _below(change: Change | Moved) -> tuple[str, Any, Any]:
+def _below(change: Difference | Moved) -> tuple[str, Any, Any]:
     """The change of a layout, by its path below the argument or the place in the result."""
     return change.name.partition("/")[2], change.before, change.after
 
@@ -110,17 +110,17 @@ def _ratio(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before else "new"
 
 
-def _collectives_text(rows: Sequence[Sent], names: tuple[str, str]) -> str:
+def _collectives_text(rows: Sequence[SentDifference], names: tuple[str, str]) -> str:
     shown = [[_collective(r), r.tensor, seconds(r.before[0]), seconds(r.after[0]), _signed(r)] for r in rows[:_SHOWN]]
     more = sum(r.after[0] - r.before[0] for r in rows)
     total = f"all {len(rows)} changes: {'+' if more >= 0 else ''}{seconds(more)}"
     return table(["collective", "array", names[0], names[1], "change"], shown, align="llrrr") + f"\n{total}"
 
 
-def _collective(row: Sent) -> str:
+def _collective(row: SentDifference) -> str:
     return f"{row.kind} over {' x '.join(row.axes)}" + (f" in group {row.group}" if row.group is not None else "")
 
 
-def _signed(row: Sent) -> str:
+def _signed(row: SentDifference) -> str:
     more = row.after[0] - row.before[0]
     return f"{'+' if more >= 0 else ''}{seconds(more)}"

@@ -62,7 +62,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RepeatedColumns:
     """Columns that repeat ``times`` times, in a row or in a loop, each time with the same looks."""
 
     columns: tuple[Column, ...]
@@ -74,7 +74,7 @@ class Drawing:
     """A whole plan: ``axes`` are (name, size), slowest first."""
 
     axes: tuple[tuple[str, int], ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RepeatedColumns, ...]
 
 
 def drawing(plan: PlannedProgram) -> Drawing:
@@ -173,7 +173,7 @@ def _names(path: str, op: str | None) -> tuple[str, str]:
 # -- repeats -----------------------------------------------------------------------------------------------------------
 
 
-def folded(columns: Sequence[Column]) -> tuple[Run, ...]:
+def folded(columns: Sequence[Column]) -> tuple[RepeatedColumns, ...]:
     """Columns with their repeats folded: first the repeat that saves most columns, then those to its left and right.
 
     Of equal savings, the columns with the fewest different numbers win, so that a run begins where a block does.
@@ -183,22 +183,22 @@ def folded(columns: Sequence[Column]) -> tuple[Run, ...]:
     [(2, 2), (1, 1)]
     """
     ids: dict[object, int] = {}
-    runs: list[Run] = []
+    runs: list[RepeatedColumns] = []
     for trips, body in itertools.groupby(columns, key=lambda c: c.trips):
         inside = list(body)
         for run in _folded(inside, [ids.setdefault(c.looks, len(ids)) for c in inside]):
-            runs.append(Run(run.columns, run.times * trips))
+            runs.append(RepeatedColumns(run.columns, run.times * trips))
     return tuple(runs)
 
 
-def _folded(columns: Sequence[Column], looks: Sequence[int]) -> list[Run]:
+def _folded(columns: Sequence[Column], looks: Sequence[int]) -> list[RepeatedColumns]:
     best = _best_repeat(columns, looks)
     if best is None:
-        return [Run(tuple(columns))] if columns else []
+        return [RepeatedColumns(tuple(columns))] if columns else []
     start, period, times = best
     end = start + period * times
     left, right = _folded(columns[:start], looks[:start]), _folded(columns[end:], looks[end:])
-    return [*left, Run(tuple(columns[start : start + period]), times), *right]
+    return [*left, RepeatedColumns(tuple(columns[start : start + period]), times), *right]
 
 
 def _best_repeat(columns: Sequence[Column], looks: Sequence[int]) -> tuple[int, int, int] | None:

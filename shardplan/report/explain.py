@@ -17,7 +17,7 @@ from shardplan.ir import Collective, Entry, Layout, spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import matrix_text
-from shardplan.report.paths import Group, grouped
+from shardplan.report.paths import PathGroup, grouped
 from shardplan.report.peak_text import peak_lines
 from shardplan.report.plan_text import (
     argument_shapes,
@@ -55,7 +55,7 @@ def explain(plan: PlanData, session: Session, path: str | None = None) -> str:
     return "\n\n".join([*explain_groups(plan, session, groups), *remarks(plan)])
 
 
-def explain_groups(plan: PlanData, session: Session, groups: Sequence[Group]) -> list[str]:
+def explain_groups(plan: PlanData, session: Session, groups: Sequence[PathGroup]) -> list[str]:
     """The explanation of the first argument of each group, under the group's pattern."""
     why = _why(plan, session)
     return [why.argument(g.paths[0], g.pattern, len(g.paths)) for g in groups]

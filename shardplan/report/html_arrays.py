@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardplan.ir import spec_text
 from shardplan.plans.data import Argument, PlanData
 from shardplan.report.explain import explain_groups
-from shardplan.report.paths import Group, grouped
+from shardplan.report.paths import PathGroup, grouped
 from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 
@@ -62,7 +62,9 @@ def explained_rows(plan: PlanData, paths: Iterable[str], explanations: Mapping[s
     return tuple(_row(plan, arguments, g, (), explanations.get(g.paths[0], "")) for g in groups)
 
 
-def _row(plan: PlanData, arguments: Mapping[str, Argument], group: Group, others: tuple[OtherLayout, ...], why: str) -> ArrayRow:
+def _row(
+    plan: PlanData, arguments: Mapping[str, Argument], group: PathGroup, others: tuple[OtherLayout, ...], why: str
+) -> ArrayRow:
     one = arguments[group.paths[0]]
     cuts = one.layout.dims if one.layout is not None else ((),) * len(one.shape)
     nbytes = sum(arguments[path].nbytes for path in group.paths)

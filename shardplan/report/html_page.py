@@ -18,11 +18,11 @@ from shardplan.plans.score import Score
 from shardplan.report.html_arrays import ArrayRow, array_rows
 from shardplan.report.html_collectives import CollectiveRow, folded_collectives
 from shardplan.report.html_memory import MemoryCurve, memory_curve
-from shardplan.report.html_seconds import Part, parts_of
+from shardplan.report.html_seconds import LineSeconds, parts_of
 from shardplan.report.html_timeline import Bars, bars_of
 from shardplan.report.json import comparison_rows
 from shardplan.report.parallelism import purposes_text
-from shardplan.report.paths import Group, grouped
+from shardplan.report.paths import PathGroup, grouped
 from shardplan.report.plan_text import best_baseline, bound_text, plan_facts, plan_text
 from shardplan.report.tables import rate, seconds, size
 from shardplan.schedule import PlannedProgram
@@ -44,7 +44,7 @@ class PageData:
     matrix: Mapping[str, Any]
     axes: tuple[Mapping[str, Any], ...]
     arrays: tuple[ArrayRow, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LineSeconds, ...]
     memory: MemoryCurve
     collectives: tuple[CollectiveRow, ...]
     baselines: tuple[Mapping[str, Any], ...]
@@ -175,7 +175,7 @@ def _losses(score: Score) -> list[dict[str, Any]]:
     return [_loss(group, known[group.paths[0]]) for group in grouped(alike)]
 
 
-def _loss(group: Group, one: Loss) -> dict[str, Any]:
+def _loss(group: PathGroup, one: Loss) -> dict[str, Any]:
     return {
         **{name: getattr(one, name) for name in ("given", "instead", "seconds", "bytes", "source")},
         "pattern": group.pattern,

@@ -21,7 +21,7 @@ _NO_LAYER = frozenset({"", "while", "body", "cond", "scan", "closed_call", "chec
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LineSeconds:
     """The ``seconds`` of a step that one ``kind`` of work takes at one source line of a layer.
 
     ``layers`` is the number of layers that share the name, whose numbers are left out.
@@ -40,7 +40,7 @@ class _Sum:
     layers: set[str] = field(default_factory=set[str])
 
 
-def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) -> tuple[Part, ...]:
+def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) -> tuple[LineSeconds, ...]:
     """The parts of a step, the largest first. They add up to ``serial_s``: what hides behind compute is counted too."""
     names = planned.product_names
     computed = [
@@ -52,7 +52,9 @@ def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) 
         one = sums.setdefault((re.sub(r"\d+", "*", layer), source, kind), _Sum())
         one.seconds += seconds
         one.layers.add(layer)
-    every = (Part(layer, len(s.layers), source, kind, s.seconds) for (layer, source, kind), s in sums.items() if s.seconds > 0)
+    every = (
+        LineSeconds(layer, len(s.layers), source, kind, s.seconds) for (layer, source, kind), s in sums.items() if s.seconds > 0
+    )
     return _with_rest(sorted(every, key=lambda p: (-p.seconds, p.layer, p.source, p.kind)))
 
 
@@ -102,9 +104,9 @@ def _function(source: str) -> str:
     return found.group(1) if found else source
 
 
-def _with_rest(parts: list[Part]) -> tuple[Part, ...]:
+def _with_rest(parts: list[LineSeconds]) -> tuple[LineSeconds, ...]:
     """The largest parts; the others as one part for each kind."""
     rest: dict[str, float] = {}
     for part in parts[_MOST:]:
         rest[part.kind] = rest.get(part.kind, 0.0) + part.seconds
-    return (*parts[:_MOST], *(Part("all other lines", 1, "", kind, seconds) for kind, seconds in rest.items()))
+    return (*parts[:_MOST], *(LineSeconds("all other lines", 1, "", kind, seconds) for kind, seconds in rest.items()))

@@ -10,7 +10,7 @@ _NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PathGroup:
     """Paths under one pattern; all of them have equal ``attributes``."""
 
     pattern: str
@@ -33,7 +33,7 @@ def apart(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def grouped(attributes: Mapping[str, Hashable]) -> tuple[Group, ...]:
+def grouped(attributes: Mapping[str, Hashable]) -> tuple[PathGroup, ...]:
     """Groups of paths with equal attributes that differ in numbers, then in names; in the order of their first paths.
 
     >>> same = {f"blocks/{i}/{n}": "P()" for i in range(3) for n in ("bias", "scale")}
@@ -47,7 +47,7 @@ def grouped(attributes: Mapping[str, Hashable]) -> tuple[Group, ...]:
         for at in range(depth):
             groups = _merged(groups, at, attributes, numbers=numbers)
     groups.sort(key=lambda g: min(place[p] for p in g[1]))
-    return tuple(Group("/".join(parts), tuple(sorted(paths, key=place.__getitem__))) for parts, paths in groups)
+    return tuple(PathGroup("/".join(parts), tuple(sorted(paths, key=place.__getitem__))) for parts, paths in groups)
 
 
 def _merged(

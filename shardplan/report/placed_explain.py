@@ -12,7 +12,7 @@ from shardplan.plans.placed_data import PlacedData, conditions
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.loops import loop_of
 from shardplan.regions.placed import PlacedStep
-from shardplan.regions.tasks import TaskGraph
+from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.report.explain import explain_arguments, remarks, unknown
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
@@ -135,7 +135,7 @@ def _sources(ops: Sequence[Op]) -> list[str]:
     return found
 
 
-def _spent(graph: TaskGraph, n: int) -> list[str]:
+def _spent(graph: PlacedTaskGraph, n: int) -> list[str]:
     """What a group spends in the programs that take longest."""
     times = [0] * len(graph.pieces)
     for task in graph.tasks:
@@ -145,7 +145,7 @@ def _spent(graph: TaskGraph, n: int) -> list[str]:
     return [f"{piece.name}: {count} x {seconds(piece.seconds)}" for total, count, piece in own[:3] if total > 0]
 
 
-def _sent(graph: TaskGraph, n: int) -> list[str]:
+def _sent(graph: PlacedTaskGraph, n: int) -> list[str]:
     """The bytes that a group sends to each other one."""
     sent: dict[int, int] = {}
     for t in graph.transfers:

@@ -11,7 +11,7 @@ from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData, TriedPlacement
 from shardplan.regions.dispatch import most_held
 from shardplan.regions.placed import PlacedStep
-from shardplan.regions.tasks import Task, TaskGraph
+from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.report.json import PLAN_KEYS
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import seconds, size, table
@@ -126,7 +126,7 @@ def _products(data: PlanData) -> list[int]:
     return found
 
 
-def transfer_bytes(graph: TaskGraph) -> int:
+def transfer_bytes(graph: PlacedTaskGraph) -> int:
     """Bytes of all tensors that go from one group to another in a step."""
     return sum(graph.tensors[t.key[0]].nbytes for t in graph.transfers)
 

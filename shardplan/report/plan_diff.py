@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.plans.files import AnyData
 from shardplan.report.diff_reasons import explained, reasons
 from shardplan.report.diff_views import View, view
-from shardplan.report.paths import Group, grouped
+from shardplan.report.paths import PathGroup, grouped
 
 _ROUNDING = 1e-9
 """The part by which equal figures may differ."""
@@ -20,7 +20,7 @@ _ASKED = ("memory_limit", "objective", "time_model", "pins", "fixed_axes", "one_
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Difference:
     """One thing under both plans; None where a plan does not have it."""
 
     name: str
@@ -63,7 +63,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentDifference:
     """Collectives of equal kind, axes and costs under both plans: the arrays that they move, their seconds and wire bytes a step.
 
     ``count`` is the number of arrays under the pattern ``tensor``; seconds and bytes are of all of them together. ``group`` is
@@ -95,17 +95,17 @@ class PlanDiff:
     arguments and results are cut otherwise; ``other_groups``: so many ops run on other groups of devices.
     """
 
-    program: tuple[Change, ...]
+    program: tuple[Difference, ...]
     other_program: bool
-    asked: tuple[Change, ...]
-    reasons: tuple[Change, ...]
-    machine: tuple[Change, ...]
+    asked: tuple[Difference, ...]
+    reasons: tuple[Difference, ...]
+    machine: tuple[Difference, ...]
     layouts: tuple[Moved, ...]
-    results: tuple[Change, ...]
+    results: tuple[Difference, ...]
     inside: bool
     other_groups: int
-    figures: tuple[Change, ...]
-    collectives: tuple[Sent, ...]
+    figures: tuple[Difference, ...]
+    collectives: tuple[SentDifference, ...]
 
     @property
     def alike(self) -> bool:
@@ -136,8 +136,8 @@ def plan_diff(before: AnyData, after: AnyData) -> PlanDiff:
         program=tuple(_program(a, b)),
         other_program=not same,
         asked=tuple(_fields(a.asked, b.asked, _ASKED)),
-        reasons=tuple(Change(*pair) for pair in reasons(a, b)),
-        machine=(*(Change(name, x.name, y.name) for name, x, y in machine), *_machine(a, b)),
+        reasons=tuple(Difference(*pair) for pair in reasons(a, b)),
+        machine=(*(Difference(name, x.name, y.name) for name, x, y in machine), *_machine(a, b)),
         layouts=tuple(_moved(a, b)),
         results=tuple(_changed(_common(a.results, b.results), _common(b.results, a.results))),
         inside=same and [part.plan.choices for part in a.parts] != [part.plan.choices for part in b.parts],
@@ -147,28 +147,28 @@ def plan_diff(before: AnyData, after: AnyData) -> PlanDiff:
     )
 
 
-def _program(a: View, b: View) -> Iterator[Change]:
+def _program(a: View, b: View) -> Iterator[Difference]:
     """The arguments and the number of operators that differ; the same arguments share a row."""
     yield from _changed(a.types, b.types)
     if len(a.parts) == len(b.parts) == 1:
         yield from _fields(a.asked, b.asked, ("operators",))
 
 
-def _machine(a: View, b: View) -> Iterator[Change]:
+def _machine(a: View, b: View) -> Iterator[Difference]:
     yield from _differing(a.machine, b.machine)
     if a.order != b.order and sorted(a.order) == sorted(b.order):
-        yield Change("order of the schedule", "as planned", "another")
+        yield Difference("order of the schedule", "as planned", "another")
 
 
-def _fields(a: Any, b: Any, names: Sequence[str]) -> Iterator[Change]:
+def _fields(a: Any, b: Any, names: Sequence[str]) -> Iterator[Difference]:
     yield from _differing(*({name: getattr(plan, name) for name in names} for plan in (a, b)))
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Change]:
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """What differs by name."""
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):
-            yield Change(name, _value(a.get(name)), _value(b.get(name)))
+            yield Difference(name, _value(a.get(name)), _value(b.get(name)))
 
 
 def _value(value: Any) -> Any:
@@ -184,12 +184,12 @@ def _common(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
     return {path: text for path, text in own.items() if path in other}
 
 
-def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> list[Change]:
+def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
     """What differs by path; equal changes of paths that differ in numbers or names share a row."""
-    return [Change(g.pattern, a.get(g.paths[0]), b.get(g.paths[0])) for g in _groups(a, b)]
+    return [Difference(g.pattern, a.get(g.paths[0]), b.get(g.paths[0])) for g in _groups(a, b)]
 
 
-def _groups(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[Group, ...]:
+def _groups(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[PathGroup, ...]:
     changed: dict[str, Hashable] = {p: (a.get(p), b.get(p)) for p in dict.fromkeys([*a, *b]) if a.get(p) != b.get(p)}
     return grouped(changed)
 
@@ -211,7 +211,7 @@ _Key = tuple[int | None, str, tuple[str, ...], str]
 """The group, kind, axes and array of collectives."""
 
 
-def _collectives(a: View, b: View) -> list[Sent]:
+def _collectives(a: View, b: View) -> list[SentDifference]:
     """The collectives that differ, those with the largest change of seconds first; equal ones share a row."""
     sent = [_sent(a), _sent(b)]
     rows: dict[tuple[int | None, str, tuple[str, ...], tuple[float, float], tuple[float, float]], dict[str, Hashable]] = {}
@@ -220,12 +220,12 @@ def _collectives(a: View, b: View) -> list[Sent]:
         if not all(math.isclose(x, y, rel_tol=_ROUNDING) for x, y in zip(before, after, strict=True)):
             group, kind, axes, tensor = key
             rows.setdefault((group, kind, axes, before, after), {})[tensor] = None
-    found: list[Sent] = []
+    found: list[SentDifference] = []
     for (group, kind, axes, before, after), tensors in rows.items():
         for g in grouped(tensors):
             n = len(g.paths)
             own = (before[0] * n, before[1] * n), (after[0] * n, after[1] * n)
-            found.append(Sent(group, kind, axes, g.pattern, n, *own))
+            found.append(SentDifference(group, kind, axes, g.pattern, n, *own))
     return sorted(found, key=lambda s: (-abs(s.after[0] - s.before[0]), s.kind, s.axes, s.tensor, s.group or 0))
 
 

@@ -11,7 +11,7 @@ from shardplan.plans.files import write_whole
 from shardplan.report.chrome_trace import trace
 from shardplan.report.draw import picture_format
 from shardplan.report.gantt import gantt
-from shardplan.simulate.figures import Priced, Simulated
+from shardplan.simulate.figures import PlannedFigures, Simulated
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -36,12 +36,12 @@ class Timeline(Simulated):
         write_whole(Path(file), gantt(self, title=title, suffix=suffix))
 
 
-def priced_of(plan: PlanData) -> Priced:
+def priced_of(plan: PlanData) -> PlannedFigures:
     """The figures of a plan that its timeline is compared with."""
     devices = 1
     for level in plan.cluster.levels:
         devices *= level.size
-    return Priced(
+    return PlannedFigures(
         plan.step_time_s,
         plan.compute_s + plan.host_s,
         plan.communication_s,

@@ -5,7 +5,7 @@
 predicts: nothing else moves a byte, but for the collectives of a `jax.shard_map` in the step itself. No JAX here.
 """
 
-from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.changes import DimChange, later_splits, splits_buffer
 from shardplan.schedule.host_copies import with_host_copies
 from shardplan.schedule.instructions import (
     Barrier,
@@ -34,10 +34,10 @@ __all__ = [
     "Barrier",
     "Block",
     "Bundle",
-    "Change",
     "Compute",
     "Cond",
     "Cut",
+    "DimChange",
     "Ends",
     "Fill",
     "HostCopy",

@@ -12,7 +12,7 @@ from shardplan.schedule.instructions import Block, Instruction, Move, numbers_of
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DimChange:
     """Dim ``shorter`` loses its minormost factors ``lost``, dim ``longer`` gains ``gained`` as its minormost ones; -1 for none.
 
     The buffer counts as the dim behind the last.
@@ -24,7 +24,7 @@ class Change:
     gained: tuple[int, ...]
 
     @classmethod
-    def of(cls, step: Step) -> Change:
+    def of(cls, step: Step) -> DimChange:
         """That of a step; a permute has none."""
         rank = max(len(step.before.dims), len(step.after.dims))
         before, after = (list(layout.dims) + [()] * (rank - len(layout.dims)) for layout in (step.before, step.after))
@@ -63,13 +63,13 @@ def single_steps(move: Move, new: Callable[[], int]) -> Iterator[Move]:
 
 def splits_buffer(step: Step, move: Move) -> bool:
     """Whether a step splits the tensor's buffer."""
-    return step.kind == Collective.REDUCE_SCATTER and Change.of(step).longer == len(move.shape)
+    return step.kind == Collective.REDUCE_SCATTER and DimChange.of(step).longer == len(move.shape)
 
 
 def later_splits(move: Move, start: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(dim, factors) of the splits of dims that follow step ``start`` until the buffer is whole again."""
     for step in move.steps[start + 1 :]:
-        change = Change.of(step)
+        change = DimChange.of(step)
         if step.kind in (Collective.SLICE, Collective.REDUCE_SCATTER):
             yield change.longer, change.gained
         if len(step.after.dims) == len(move.shape):

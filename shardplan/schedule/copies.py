@@ -14,7 +14,7 @@ from shardplan.collectives.step import Step, block_parts
 from shardplan.cost import Network, compute
 from shardplan.graph.readers import images, read_as_slices
 from shardplan.ir import Collective, Layout
-from shardplan.schedule.changes import Change
+from shardplan.schedule.changes import DimChange
 from shardplan.schedule.instructions import Bundle, Move
 from shardplan.schedule.planned import PlannedProgram
 
@@ -45,7 +45,7 @@ class Copies:
         Of a gather or a reduce-scatter, that is the smaller of both blocks: elementwise ops and matrix products take the larger
         one in any order. Convolutions do not, so what they read is copied too. Of an all-to-all, it is either block.
         """
-        change = Change.of(step)
+        change = DimChange.of(step)
         match step.kind:
             case Collective.ALL_GATHER if self.lies_behind(move, step.after, change.shorter):
                 image = move.tensor in self.images

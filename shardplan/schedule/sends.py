@@ -23,7 +23,7 @@ from shardplan.collectives.step import Step
 from shardplan.cost import Network, priced_bytes, wire_bytes
 from shardplan.cost.network import binomial_rounds
 from shardplan.ir import PAIRS, Collective, Layout, Reducer, Split, itemsize
-from shardplan.schedule.changes import Change, later_splits, splits_buffer
+from shardplan.schedule.changes import DimChange, later_splits, splits_buffer
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import (
     Block,
@@ -129,7 +129,7 @@ class _Reader:
         """The collectives of a move: those of step n stand in its scope number n."""
         size, buffered = 0, False
         for n, step in enumerate(move.steps):
-            change = Change.of(step)
+            change = DimChange.of(step)
             if splits_buffer(step, move):
                 splits = list(later_splits(move, n))
                 blocks, ways = math.prod(self.ways(factors) for _, factors in splits), self.ways(change.gained)

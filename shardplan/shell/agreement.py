@@ -131,7 +131,7 @@ def _loaded(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """The processes that share a plan, by number; the first one makes it. ``own`` is this process."""
 
     members: tuple[int, ...]
@@ -144,7 +144,7 @@ class Group:
         return self.own == self.members[0]
 
 
-def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: float) -> Group | None:
+def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: float) -> ProcessGroup | None:
     """The processes whose devices a plan is for: those of ``devices`` or of a mesh, else all. None if they are one.
 
     Raises:
@@ -156,11 +156,11 @@ def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: flo
     members = range(jax.process_count()) if given is None else sorted({d.process_index for d in given})
     if len(members) < 2 or jax.process_index() not in members:
         return None
-    return Group(tuple(members), jax.process_index(), timeout_s)
+    return ProcessGroup(tuple(members), jax.process_index(), timeout_s)
 
 
 def agreed(
-    group: Group,
+    group: ProcessGroup,
     step: Callable[..., Any],
     traced: Traced,
     cluster: ClusterLike,
@@ -174,7 +174,7 @@ def agreed(
         ShardplanError: in the first process, what ``make`` raises.
     """
     resolved, mesh = resolve_cluster(cluster)
-    talk = Exchange(group, _jax.Store(), _prefix(group))
+    talk = Exchange(group, _jax.SharedTexts(), _prefix(group))
     own = _Terms(traced, resolved, options)
     _watch(talk)
     if group.leads:
@@ -225,7 +225,7 @@ def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _prefix(group: Group) -> str:
+def _prefix(group: ProcessGroup) -> str:
     _rounds[group.members] += 1
     return f"shardplan/{_hash(repr(group.members))}/{_rounds[group.members]}"
 
@@ -323,8 +323,8 @@ def option_text(name: str, value: Any) -> str:
 class Exchange:
     """What a group of processes tells each other in one agreement, under keys that begin with ``prefix``."""
 
-    group: Group
-    store: _jax.Store
+    group: ProcessGroup
+    store: _jax.SharedTexts
     prefix: str
 
     def publish(self, key: str, text: str) -> None:

@@ -22,10 +22,10 @@ from shardplan.placement.device_groups import Region, used_groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.held_bytes import Memory, check_memory
-from shardplan.placement.mcmc import Limits, Observer
+from shardplan.placement.mcmc import ChainLimits, Observer
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_search import region_search
-from shardplan.placement.search import STARTS, Found, check_limits, check_names, search, starts_of
+from shardplan.placement.search import STARTS, BestStrategy, check_limits, check_names, search, starts_of
 from shardplan.placement.simulation import Simulation
 from shardplan.placement.starts import data_parallel, expert, from_plan
 from shardplan.placement.strategy_files import fingerprint, read_strategy_file, strategy_json
@@ -242,7 +242,7 @@ def place(
         warn_of_graph(graph, resolved.device)  # a plan warns itself
     planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
     starts = known | starts_of(problem, names, seed, planned)
-    limits = Limits(budget_s, proposals)
+    limits = ChainLimits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
     return Placement(
         problem,
@@ -264,11 +264,11 @@ def _searched(
     problem: PlacementProblem,
     method: str,
     starts: Mapping[str, Strategy],
-    limits: Limits,
+    limits: ChainLimits,
     chains: int | None,
     seed: int,
     observer: Observer,
-) -> tuple[Found, tuple[Region, ...]]:
+) -> tuple[BestStrategy, tuple[Region, ...]]:
     """What a method finds, and its regions, if it makes any."""
     if method in SCHEDULERS:
         return _best({method: scheduled(problem, method), **starts}, problem), ()
@@ -277,13 +277,13 @@ def _searched(
     return search(problem, starts, limits, chains=chains, seed=seed, observer=observer), ()
 
 
-def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> Found:
+def _best(strategies: Mapping[str, Strategy], problem: PlacementProblem) -> BestStrategy:
     """The best of some strategies, without a search."""
     for name, strategy in strategies.items():
         problem.check(strategy, f"the strategy {name!r}")
     seconds = {name: problem.seconds(strategy) for name, strategy in strategies.items()}
     name = min(check_memory(problem, strategies), key=lambda s: seconds[s])
-    return Found(strategies[name], seconds[name], name, seconds, ())
+    return BestStrategy(strategies[name], seconds[name], name, seconds, ())
 
 
 def _planned(

@@ -27,7 +27,7 @@ from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.cuts import Cut, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched, peak_bytes
 from shardplan.regions.group_plans import GroupPlanner
-from shardplan.regions.group_programs import Split, split
+from shardplan.regions.group_programs import StepSplit, split
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
@@ -198,7 +198,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks):
             pass
-        case Split(Assignment(program, groups, outer)):
+        case StepSplit(Assignment(program, groups, outer)):
             inner, chunks = None, ()
         case _:
             assert_never(cut)

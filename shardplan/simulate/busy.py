@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.simulate.engine import NONE, Run
+from shardplan.simulate.engine import NONE, SimulatedRun
 
 Floats = NDArray[np.float64]
 
 
-def busy_s(run: Run) -> Floats:
+def busy_s(run: SimulatedRun) -> Floats:
     """[streams]: the seconds in which each stream runs a task."""
     graph = run.graph
     on = graph.stream != NONE
@@ -20,13 +20,13 @@ def busy_s(run: Run) -> Floats:
     return np.asarray(np.bincount(graph.stream[on], lengths, len(graph.streams)) * run.tick_s, np.float64)
 
 
-def on_stream(run: Run, stream: int) -> NDArray[np.int64]:
+def on_stream(run: SimulatedRun, stream: int) -> NDArray[np.int64]:
     """The tasks of a stream in the order in which it runs them."""
     own = np.flatnonzero(run.graph.stream == stream)
     return own[np.lexsort((run.end[own], run.start[own]))]
 
 
-def covered_s(run: Run, streams: NDArray[np.integer[Any]]) -> float:
+def covered_s(run: SimulatedRun, streams: NDArray[np.integer[Any]]) -> float:
     """The seconds in which any of these streams is busy."""
     own = np.isin(run.graph.stream, streams)
     start, end = run.start[own], run.end[own]
@@ -36,7 +36,7 @@ def covered_s(run: Run, streams: NDArray[np.integer[Any]]) -> float:
     return float(np.maximum(end - np.maximum(start, until), 0).sum()) * run.tick_s
 
 
-def beside_s(run: Run, stream: int) -> Floats:
+def beside_s(run: SimulatedRun, stream: int) -> Floats:
     """[n]: the seconds of each task in which this stream is busy too."""
     own = on_stream(run, stream)
     if not len(own):
@@ -52,7 +52,7 @@ def beside_s(run: Run, stream: int) -> Floats:
 
 
 def memory(
-    run: Run, nbytes: Floats, birth: NDArray[np.int64], value: NDArray[np.int64], reader: NDArray[np.int64]
+    run: SimulatedRun, nbytes: Floats, birth: NDArray[np.int64], value: NDArray[np.int64], reader: NDArray[np.int64]
 ) -> tuple[Floats, Floats]:
     """(seconds, bytes in memory from then on) of values made by tasks ``birth`` (`NONE`: there at the start).
 

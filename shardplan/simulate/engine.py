@@ -96,7 +96,7 @@ class TaskGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """A simulated graph: ``start`` and ``end`` [n] of each task in ticks of ``tick_s`` seconds.
 
     ``cause`` [n] is the task at whose end each task started: the last one that it waited for, or the one before it on its
@@ -136,7 +136,7 @@ class Run:
         return found[self.graph.stream[found] != NONE]
 
 
-def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: Engine = "auto") -> Run:
+def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: Engine = "auto") -> SimulatedRun:
     """Runs all tasks of a graph. Both engines give the same bits.
 
     Raises:
@@ -153,7 +153,7 @@ def simulate(graph: TaskGraph, contention: Contention = NO_CONTENTION, engine: E
     run(tasks, streams, state, contention.compute, contention.communication)
     start, end, cause, waits = (np.asarray(x, np.int64) for x in (state.start, state.end, state.cause, state.waits))
     assert not waits.any(), "tasks that wait for each other in a circle never run"
-    return Run(graph, start, end, cause, tick_s)
+    return SimulatedRun(graph, start, end, cause, tick_s)
 
 
 def _tick_of(graph: TaskGraph, contention: Contention) -> float:

@@ -14,7 +14,7 @@ from shardplan.simulate.tasks import Label
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PlannedFigures:
     """The figures of the plan that a timeline is compared with: seconds of one step, bytes of one device."""
 
     step_time_s: float
@@ -59,7 +59,7 @@ class Simulated:
     hidden_s: NDArray[np.float64]
     memory_at_s: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
-    priced: Priced
+    priced: PlannedFigures
 
     def __len__(self) -> int:
         return len(self.start_s)

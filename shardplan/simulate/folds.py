@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.simulate.engine import Run
+from shardplan.simulate.engine import SimulatedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Fold:
     more: int
 
 
-def unfolded(run: Run, folds: tuple[Fold, ...]) -> Run | None:
+def unfolded(run: SimulatedRun, folds: tuple[Fold, ...]) -> SimulatedRun | None:
     """The run in which each folded iteration is stretched over all iterations that it stands for; inner loops come first.
 
     Returns None if an iteration does not run like the one before it, or if other tasks run beside it. Then more iterations must

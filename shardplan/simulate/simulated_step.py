@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from shardplan.schedule import PlannedProgram, Schedule
 from shardplan.simulate import busy
-from shardplan.simulate.engine import NO_CONTENTION, NONE, Contention, Run, simulate
-from shardplan.simulate.figures import Priced, Simulated
+from shardplan.simulate.engine import NO_CONTENTION, NONE, Contention, SimulatedRun, simulate
+from shardplan.simulate.figures import PlannedFigures, Simulated
 from shardplan.simulate.folds import unfolded
 from shardplan.simulate.step_tasks import count_instructions, longest_scan, step_tasks
 from shardplan.simulate.tasks import StepTasks
@@ -17,7 +17,7 @@ from shardplan.simulate.tasks import StepTasks
 def simulated(
     schedule: Schedule,
     planned: PlannedProgram,
-    priced: Priced,
+    priced: PlannedFigures,
     *,
     donated: frozenset[int] = frozenset(),
     overlap: bool = True,
@@ -48,7 +48,7 @@ def _run(
     overlap: bool,
     contention: Contention,
     iterations: int | None,
-) -> tuple[StepTasks, Run]:
+) -> tuple[StepTasks, SimulatedRun]:
     longest = longest_scan(schedule.body)
     if iterations is None:
         iterations = longest if count_instructions(schedule.body) <= _MANY else _FEW
@@ -67,7 +67,7 @@ _FEW = 8
 """The iterations that are simulated first in a folded loop."""
 
 
-def _figures(tasks: StepTasks, run: Run, priced: Priced, *, overlap: bool, contention: Contention) -> Simulated:
+def _figures(tasks: StepTasks, run: SimulatedRun, priced: PlannedFigures, *, overlap: bool, contention: Contention) -> Simulated:
     """The figures of a simulated step."""
     graph = tasks.graph
     kinds = np.array([s.kind == "link" for s in graph.streams])
@@ -108,7 +108,7 @@ def _times(tasks: StepTasks) -> NDArray[np.int64]:
     return times
 
 
-def _hidden_s(run: Run) -> NDArray[np.float64]:
+def _hidden_s(run: SimulatedRun) -> NDArray[np.float64]:
     """[n]: the seconds of each task during which the device computes."""
     return sum(
         (busy.beside_s(run, s) for s, stream in enumerate(run.graph.streams) if stream.kind == "compute"),
@@ -116,7 +116,7 @@ def _hidden_s(run: Run) -> NDArray[np.float64]:
     )
 
 
-def _exposed_s(run: Run, communicates: NDArray[np.bool_]) -> float:
+def _exposed_s(run: SimulatedRun, communicates: NDArray[np.bool_]) -> float:
     """The seconds in which the device communicates and does not compute."""
     computing = np.unique(run.graph.stream[~communicates & (run.graph.stream != NONE)])
     if len(run.graph.streams) == 1:

@@ -37,7 +37,7 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldValues:
     """Values [v] in a device's memory, of ``nbytes`` [v], made by task ``birth`` [v] (-1: in memory when the step begins).
 
     Value ``value[k]`` lives at least until task ``reader[k]`` has ended. The number after the last task means the step's end.
@@ -59,7 +59,7 @@ class StepTasks:
     graph: TaskGraph
     labels: tuple[Label, ...]
     label: NDArray[np.int32]
-    held: Held
+    held: HeldValues
     folds: tuple[Fold, ...] = ()
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Growing:
         priority = first_readers(stream, first, waits_for, {i for i, s in enumerate(streams) if s.kind == "compute"})
         graph = TaskGraph(streams, seconds, stream.astype(np.int32), first, waits_for, priority)
         folds = tuple(map(Fold, self.fold_last, self.fold_size, self.fold_more))
-        return StepTasks(graph, labels, label.astype(np.int32), Held(nbytes, birth, value, reader), folds)
+        return StepTasks(graph, labels, label.astype(np.int32), HeldValues(nbytes, birth, value, reader), folds)
 
 
 def first_readers(

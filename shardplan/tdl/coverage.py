@@ -17,7 +17,7 @@ from shardplan.tdl.proof import CASES, Drawn, prove
 from shardplan.tdl.releases import REFUSALS, differences
 from shardplan.tdl.xla_quirks import PLATFORM
 
-Kind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
+PrimitiveKind = Literal["described", "opaque", "structural", "placement", "collective", "effect", "kernel", "undescribed"]
 
 # Described along the batch dims only: TDL cannot express the rest. The values are the reasons.
 OPAQUE: dict[str, str] = {
@@ -90,7 +90,7 @@ class Sorted:
     """One primitive: its kind, and why it is not described, or only in part."""
 
     name: str
-    kind: Kind
+    kind: PrimitiveKind
     reason: str = ""
 
 

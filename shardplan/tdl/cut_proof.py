@@ -42,7 +42,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class ProofCounts:
     """How many checks were run (``cuts``, ``nested`` cuts of cuts, ``linear`` sets of partial operands), and their faults."""
 
     cuts: int
@@ -88,7 +88,7 @@ def verify(
     nested: int = 4,
     seed: int = 0,
     description: Description | None = None,
-) -> Verified:
+) -> ProofCounts:
     """Compares every legal cut of ``call``, ``nested`` cuts of cuts and every linear set with the uncut call on these operands.
 
     ``description`` replaces the registered one (a mutation, or a description that is being registered).
@@ -119,7 +119,7 @@ def verify(
         )
     for members in sets:
         check(_linear(call, operands, members, rng), (), False)
-    return Verified(len(legal), len(pairs), len(sets), tuple(faults))
+    return ProofCounts(len(legal), len(pairs), len(sets), tuple(faults))
 
 
 def draw(call: Call, rng: np.random.Generator, *, low: int = -4, high: int = 5) -> list[Any]:

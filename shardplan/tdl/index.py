@@ -47,7 +47,7 @@ class Mod:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Multiple:
     """``inner * by`` where the inner expression contains ``//`` or ``%``."""
 
     inner: IndexExpr
@@ -72,7 +72,7 @@ class Data:
     """A data-dependent index: the worker must hold the whole dim."""
 
 
-IndexExpr = Affine | FloorDiv | Exact | Mod | Times | Plus | Full | Data
+IndexExpr = Affine | FloorDiv | Exact | Mod | Multiple | Plus | Full | Data
 
 
 class Loop:
@@ -153,7 +153,7 @@ def _scale(a: IndexExpr, k: int) -> IndexExpr:
         case _ if k == 1:
             return a
         case _:
-            return Times(a, k)
+            return Multiple(a, k)
 
 
 def floordiv(a: IndexExpr, by: int) -> IndexExpr:
@@ -196,7 +196,7 @@ def show(expr: IndexExpr, names: Mapping[int, str] | None = None) -> str:
             return f"({show(inner, names)}) / {by}"
         case Mod(inner, by):
             return f"({show(inner, names)}) % {by}"
-        case Times(inner, by):
+        case Multiple(inner, by):
             return f"{by}*({show(inner, names)})"
         case Plus(left, right):
             return f"{show(left, names)} + {show(right, names)}"
@@ -213,7 +213,7 @@ def loops_of(expr: IndexExpr) -> frozenset[int]:
     match expr:
         case Affine():
             return frozenset(v for v, _ in expr.terms)
-        case FloorDiv(inner, _) | Exact(inner, _) | Mod(inner, _) | Times(inner, _):
+        case FloorDiv(inner, _) | Exact(inner, _) | Mod(inner, _) | Multiple(inner, _):
             return loops_of(inner)
         case Plus(left, right):
             return loops_of(left) | loops_of(right)
@@ -264,7 +264,7 @@ def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -
         case Mod(inner, by):
             at = interval(inner, extents, cut, ways)
             return None if at is None else _interval_mod(at, by, ways)
-        case Times(inner, by):
+        case Multiple(inner, by):
             at = interval(inner, extents, cut, ways)
             return None if at is None else Interval(at.step * by, *sorted((at.lo * by, at.hi * by)))
         case Plus(left, right):

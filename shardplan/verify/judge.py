@@ -48,7 +48,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Sensitivity:
     """The change that perturbations cause in a leaf. ``size`` is the largest difference among places that stay finite;
     ``unsettled`` are the places where infinities or NaN come or go (None for none).
     """
@@ -56,11 +56,11 @@ class Change:
     size: float = 0.0
     unsettled: NDArray[np.bool_] | None = None
 
-    def with_run(self, single: NDArray[Any], nudged: NDArray[Any]) -> Change:
+    def with_run(self, single: NDArray[Any], nudged: NDArray[Any]) -> Sensitivity:
         """The change with one more perturbed run of the leaf."""
         differs = _differs_in_kind(single, nudged)
         unsettled = self.unsettled if not differs.any() else differs if self.unsettled is None else self.unsettled | differs
-        return Change(max(self.size, difference(single, nudged, unsettled)), unsettled)
+        return Sensitivity(max(self.size, difference(single, nudged, unsettled)), unsettled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def judge(
     paths: Sequence[str],
     single: Sequence[Sequence[NDArray[Any]]],
     found: Sequence[Sequence[NDArray[Any]]],
-    changes: Sequence[Sequence[Change]],
+    changes: Sequence[Sequence[Sensitivity]],
 ) -> Judged:
     """Compares the leaves after each step, given what perturbations change in each."""
     unequal: list[str] = []

@@ -28,7 +28,7 @@ _SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class MatchedCollective:
     """A collective of the plan, of the compiled program, or both: bytes are a device's operand's, each ``times`` a step."""
 
     scope: str
@@ -76,7 +76,7 @@ class Pair:
         }
 
 
-def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
+def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[MatchedCollective, ...]:
     """Every collective of the plan and of the program in the order of the plan, then what the program has beside it.
 
     A loop that is compiled unrolled has each collective several times, run as often in all. A loop of unknown trip count may have
@@ -86,11 +86,11 @@ def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[Pair, ...]:
     open_ended = {s.scope for s in planned if not s.known}
     ours = _by_call([_planned(s) for s in planned])
     theirs = _by_call([_compiled(c, n, ours) for c, n in operands(hlo_text) if f"/{OWN}/" not in c.op_name])
-    pairs: list[Pair] = []
+    pairs: list[MatchedCollective] = []
     for call in dict.fromkeys((*ours, *theirs)):
         line = str(lines.get(call[0], ""))
         rows = _rows(ours.get(call, Counter()), theirs.get(call, Counter()), open_ended=call[0] in open_ended)
-        pairs += [Pair(*call, times=times, planned=n, compiled=m, line=line) for times, n, m in rows]
+        pairs += [MatchedCollective(*call, times=times, planned=n, compiled=m, line=line) for times, n, m in rows]
     return tuple(pairs)
 
 
@@ -116,7 +116,7 @@ def _planned(send: Send) -> tuple[Call, float]:
     return (send.scope, send.kind, _ways(send.groups, send.kind), send.nbytes), send.times
 
 
-def folded(pairs: Sequence[Pair], emitted: Mapping[Call, int]) -> tuple[Pair, ...]:
+def folded(pairs: Sequence[MatchedCollective], emitted: Mapping[Call, int]) -> tuple[MatchedCollective, ...]:
     """The pairs, with what XLA folded of those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
     return tuple(
         replace(p, folded=max(p.planned - p.compiled, 0))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from shardplan import _jax
 from shardplan.frontend.nnx_state import Pure
 from shardplan.frontend.trace import Traced
-from shardplan.verify.judge import Change, Judged, judge
+from shardplan.verify.judge import Judged, Sensitivity, judge
 from shardplan.verify.on_host import as_array, as_numbers, nudged, on_host
 from shardplan.verify.perturb import narrowed, narrows
 
@@ -65,7 +65,7 @@ class Runnable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class StateFeedback:
     """How a step's results become its next arguments. ``weak`` marks the argument leaves typed weakly, as Python numbers are,
     ``weak_later`` those of every step but the first.
     """
@@ -82,20 +82,20 @@ class Loop:
         return _jax.weakly_typed(placed) if (self.weak_later if later else self.weak)[leaf] else placed
 
 
-def loop_of(traced: Traced, tree: Any, steps: int) -> Loop:
+def loop_of(traced: Traced, tree: Any, steps: int) -> StateFeedback:
     """The loop of a traced step."""
     weak = [shape.weak_type for shape in traced.in_shapes]
     later = weak.copy()
     for shape, i in zip(traced.out_shapes, traced.program.feedback, strict=True):
         if i is not None:
             later[i] = shape.weak_type
-    return Loop(tree, traced.program.feedback, weak, later, steps)
+    return StateFeedback(tree, traced.program.feedback, weak, later, steps)
 
 
 class Single:
     """The step as it is, compiled for one device; ``recompiles`` counts compilations after the latest run's first step."""
 
-    def __init__(self, run: Callable[..., Any], device: Any, loop: Loop) -> None:
+    def __init__(self, run: Callable[..., Any], device: Any, loop: StateFeedback) -> None:
         self._run, self._device, self._loop = run, device, loop
         self.recompiles = 0
 
@@ -138,7 +138,7 @@ class Single:
 class Perturbed(Single):
     """The step with the narrow copies of its arguments perturbed, compiled once for all seeds."""
 
-    def __init__(self, step: Callable[..., Any], device: Any, loop: Loop) -> None:
+    def __init__(self, step: Callable[..., Any], device: Any, loop: StateFeedback) -> None:
         super().__init__(jax.jit(lambda seed, *args: narrowed(step, seed)(*args)), device, loop)
 
     def _step(self, seed: int, *args: Any) -> Any:
@@ -152,7 +152,7 @@ class Sharded:
     host.
     """
 
-    def __init__(self, plan: Runnable, jitted: Any, devices: Sequence[Any] | None, loop: Loop) -> None:
+    def __init__(self, plan: Runnable, jitted: Any, devices: Sequence[Any] | None, loop: StateFeedback) -> None:
         self.jitted, self._loop, self._paths = jitted, loop, plan.traced.program.output_paths
         self._shardings = jax.tree.leaves(plan.in_shardings(plan.mesh(devices)))
         self._donated = set(plan.donated_leaves)
@@ -195,7 +195,7 @@ class Sharded:
         return self.jitted.lower(*self.arguments(host))
 
 
-def alone(plan: Runnable, step: Callable[..., Any], devices: Sequence[Any] | None, loop: Loop) -> tuple[Single, Single]:
+def alone(plan: Runnable, step: Callable[..., Any], devices: Sequence[Any] | None, loop: StateFeedback) -> tuple[Single, Single]:
     """(the step as it is, the step perturbed) on the first of these devices.
 
     A step that names axes of a mesh cannot run on one device: it runs by `jax.jit` on all of them, with its arguments whole.
@@ -217,7 +217,7 @@ def judged_runs(
     tell: Callable[[str, float], None],
 ) -> Judged:
     """Judges the leaves after each step by the changes that perturbations of its ``starts`` cause, as many as decide."""
-    changes = [[Change()] * len(leaf) for leaf in single]
+    changes = [[Sensitivity()] * len(leaf) for leaf in single]
     for n in range(MOST_PERTURBATIONS):
         tell("perturbed steps", 0.6 + 0.3 * n / MOST_PERTURBATIONS)
         after = [perturbed.once(nudged(start, n), n, later=step > 0) for step, start in enumerate(starts)]

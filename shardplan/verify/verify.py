@@ -24,12 +24,12 @@ from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
 from shardplan.verify.judge import Largest, Worst
 from shardplan.verify.on_host import drawn, drawn_as_zero, on_host
-from shardplan.verify.one_for_one import UNTOUCHED, Pair, folded, one_for_one
+from shardplan.verify.one_for_one import UNTOUCHED, MatchedCollective, folded, one_for_one
 from shardplan.verify.runs import Runnable, Sharded, alone, judged_runs, loop_of, peak_bytes
 from shardplan.verify.stand_ins import stand_ins
 
 
-class Runs(Runnable, Protocol):
+class VerifiablePlan(Runnable, Protocol):
     """The parts of a plan that a verification needs (`shardplan.Plan`)."""
 
     def collectives_under(self, backend: Literal["explicit", "specs"]) -> Sequence[PlannedCollective]:
@@ -103,7 +103,7 @@ class Verified:
     predicted_peak_bytes: int
     measured_peak_bytes: int
     collectives: Mapping[str, Bytes]
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[MatchedCollective, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -116,12 +116,12 @@ class Verified:
         return self.backend != "specs"
 
     @property
-    def unmatched(self) -> tuple[Pair, ...]:
+    def unmatched(self) -> tuple[MatchedCollective, ...]:
         """The collectives of the plan or of the program that the other does not have."""
         return tuple(pair for pair in self.pairs if not pair.matched)
 
     @property
-    def folded(self) -> tuple[Pair, ...]:
+    def folded(self) -> tuple[MatchedCollective, ...]:
         """The collectives that were handed to XLA as planned, and of which it left some out as equal to others or not needed."""
         return tuple(pair for pair in self.pairs if pair.folded)
 
@@ -140,7 +140,7 @@ class Verified:
 
 
 def verify(
-    plan: Runs,
+    plan: VerifiablePlan,
     step: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -167,7 +167,7 @@ def verify(
 
 
 def _verify(
-    plan: Runs,
+    plan: VerifiablePlan,
     step: Callable[..., Any],
     args: Sequence[Any],
     steps: int,
@@ -214,7 +214,7 @@ def _verify(
     )
 
 
-def _bytes(plan: Runs, sharded: Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
+def _bytes(plan: VerifiablePlan, sharded: Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
     """The fields of `Verified` about what is sent; under the explicit backend each collective beside its instruction."""
     programs = _programs(sharded.jitted, sharded.arguments(host))
     measured = joined([measure(p.text) for p in programs], plan.program_runs)
@@ -227,7 +227,7 @@ def _bytes(plan: Runs, sharded: Sharded, host: Sequence[Any], *, explicit: bool)
             "measured_bytes": float(measured.wire_bytes),
         }
         return {**common, **sent, "collectives": by_kind(planned, measured)}
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[MatchedCollective, ...] = ()
     for sends, runs, program in zip(plan.program_sends, plan.program_runs, programs, strict=True):
         pairs += tuple(replace(p, times=p.times * runs) for p in _paired(sends, program))
     return {
@@ -240,7 +240,7 @@ def _bytes(plan: Runs, sharded: Sharded, host: Sequence[Any], *, explicit: bool)
 
 
 def measured_program(
-    plan: Runs, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "auto"
+    plan: VerifiablePlan, step: Callable[..., Any], *, devices: Sequence[Any] | None = None, backend: str = "auto"
 ) -> tuple[Measured, int]:
     """The collectives of the compiled step and its peak bytes on one device; nothing is run."""
     with stand_ins(plan.traced.program, devices):
@@ -263,7 +263,7 @@ def by_kind(planned: Sequence[PlannedCollective], measured: Measured) -> dict[st
     return rows
 
 
-def _pairs_by_kind(pairs: Sequence[Pair]) -> dict[str, Bytes]:
+def _pairs_by_kind(pairs: Sequence[MatchedCollective]) -> dict[str, Bytes]:
     """Planned and compiled bytes, for every kind of collective."""
     rows: dict[str, Bytes] = {}
     for kind in sorted({p.kind for p in pairs}):
@@ -300,7 +300,7 @@ def _programs(jitted: Any, args: Sequence[Any]) -> list[_Program]:
     return found
 
 
-def _paired(sends: Sequence[Send], program: _Program) -> tuple[Pair, ...]:
+def _paired(sends: Sequence[Send], program: _Program) -> tuple[MatchedCollective, ...]:
     """The planned collectives of a program beside the compiled ones. If they differ, it is compiled once more, without the passes
     that merge or move collectives.
     """

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from shardplan.calibrate import timing
 from shardplan.calibrate.cache import FILE, Cache, default_folder, key_of
-from shardplan.calibrate.measured_kernels import CPU, Argument, kernels
+from shardplan.calibrate.measured_kernels import CPU, KernelArgument, kernels
 from shardplan.calibrate.profiling import kernel_text
-from shardplan.calibrate.timing import Task, Timed
+from shardplan.calibrate.timing import Timed, TimedFunction
 from shardplan.errors import CalibrationError
 from shardplan.hlo.meter import parse
 
@@ -24,11 +24,11 @@ from shardplan.hlo.meter import parse
 def test_each_iteration_of_the_timed_loop_executes_the_task(devices: list[Any]) -> None:
     """XLA may not take the work, the same in every iteration, out of the loop."""
     mesh = Mesh(np.array(devices[:2]), ("d",))
-    operand = Argument((128, 128), "float32")
-    exchange = Task(lambda a: jax.lax.psum(a, "d"), (operand,))
+    operand = KernelArgument((128, 128), "float32")
+    exchange = TimedFunction(lambda a: jax.lax.psum(a, "d"), (operand,))
     text = timing.compiled(exchange, mesh, timing.placed(exchange, mesh), 5).as_text()
     assert [c.trips for c in parse(text)] == [5]
-    product = Task(lambda a, b: a @ b, (operand, operand))
+    product = TimedFunction(lambda a, b: a @ b, (operand, operand))
     text = timing.compiled(product, mesh, timing.placed(product, mesh), 5).as_text()
     assert " dot(" in text
     assert " dot(" not in text[text.index("ENTRY") :]
@@ -36,7 +36,9 @@ def test_each_iteration_of_the_timed_loop_executes_the_task(devices: list[Any]) 
 
 def test_a_task_runs_on_the_values_of_its_arguments(devices: list[Any]) -> None:
     mesh = Mesh(np.array(devices[:2]), ("d",))
-    task = Task(lambda t, i: jnp.take(t, i, axis=0), (Argument((16, 4), "float32"), Argument((8,), "int32", 16)))
+    task = TimedFunction(
+        lambda t, i: jnp.take(t, i, axis=0), (KernelArgument((16, 4), "float32"), KernelArgument((8,), "int32", 16))
+    )
     placed = timing.placed(task, mesh)
     table, picks = (a.values(seed) for seed, a in enumerate(task.arguments))
     for times in (1, 3):
@@ -46,7 +48,7 @@ def test_a_task_runs_on_the_values_of_its_arguments(devices: list[Any]) -> None:
 
 def test_every_task_has_its_seconds_and_spread(devices: list[Any]) -> None:
     mesh = Mesh(np.array(devices[:2]), ("d",))
-    tasks = [Task(lambda a: a @ a, (Argument((64, 64), dtype),)) for dtype in ("float32", "float64")]
+    tasks = [TimedFunction(lambda a: a @ a, (KernelArgument((64, 64), dtype),)) for dtype in ("float32", "float64")]
     told: list[float] = []
     rows = timing.timed(tasks, mesh, rounds=3, done=told.append)
     assert all(row.seconds > 0 and row.spread >= 0 for row in rows)

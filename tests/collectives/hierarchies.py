@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.collectives.dsl import Instruction, Refusal, advance, groups, instructions
-from shardplan.collectives.states import Context, P2Collective, Space
+from shardplan.collectives.states import Context, P2Collective, StateSpace
 from shardplan.mesh.matrix import Matrix
 
 Letter = Literal["a", "b", "c", "d"]
@@ -63,7 +63,7 @@ def lowered_groups(matrix: Matrix, of: Hierarchy, step: Instruction) -> Groups:
 def programs(matrix: Matrix, of: Hierarchy, reduced: Sequence[int], max_size: int) -> set[Lowered]:
     """Every correct program of a hierarchy for a reduction over these axes, as a sequence of lowered steps on all devices."""
     (cluster,) = _members(matrix, hierarchy(matrix, "a"))
-    space = Space(len(cluster))
+    space = StateSpace(len(cluster))
     goal: list[int] = [0] * len(cluster)
     for block in _members(matrix, hierarchy(matrix, "d", reduced)):
         for device in block:
@@ -77,7 +77,7 @@ def programs(matrix: Matrix, of: Hierarchy, reduced: Sequence[int], max_size: in
 
 
 def _walks(
-    space: Space,
+    space: StateSpace,
     moves: Sequence[tuple[P2Collective, Groups]],
     at: Context,
     goal: Context,

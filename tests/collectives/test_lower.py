@@ -23,7 +23,7 @@ from shardplan.collectives.dsl import Refusal, advance, groups
 from shardplan.collectives.laying import Laying, check, laying_over, reorderings, smallest_part
 from shardplan.collectives.lower import _step, all_reduce, collective, lay, run
 from shardplan.collectives.ranking import program_seconds
-from shardplan.collectives.states import Space
+from shardplan.collectives.states import StateSpace
 from shardplan.cost import Network
 from shardplan.errors import ClusterError
 from shardplan.ir import Collective
@@ -120,7 +120,7 @@ def test_every_program_equals_psum(number: int):
 
 def test_wrong_groups_are_refused_and_give_wrong_numbers():
     """One step left out, or two devices exchanged in the groups of one step: the semantics and the devices agree on each."""
-    space, shape = Space(4), (2, 2)
+    space, shape = StateSpace(4), (2, 2)
     laying = Laying((("a",), ("b",)), (2, 2), (((0, 2, 1),), ((1, 2, 1),)))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     variants: list[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]] = []

@@ -20,12 +20,12 @@ from shardplan.collectives import (
     table,
 )
 from shardplan.collectives.ranking import entries, payloads, shape_of
-from shardplan.collectives.states import Space
+from shardplan.collectives.states import StateSpace
 from shardplan.cost import Network
 from shardplan.errors import ReductionError
 from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Interconnect, Level, factors
-from shardplan.mesh.machine import Kind
+from shardplan.mesh.machine import LinkKind
 from tests.machines import launchless
 
 DEVICE = Cluster.load("8").device
@@ -38,7 +38,7 @@ MASTERS = parse("(node, InsideGroup, Reduce) (node, Master(root), AllReduce) (no
 def networks(draw: st.DrawFn, *, deepest: int = 3) -> Network:
     levels: list[Level] = []
     for i in range(draw(st.integers(1, deepest))):
-        kind: Kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
+        kind: LinkKind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
         also = Interconnect("also", 1, draw(st.floats(1e9, 1e11)), 1e-6) if kind == "ring" and draw(st.booleans()) else None
         size, speed = draw(st.integers(2, 4)), 10 ** draw(st.floats(9, 11.5))
         rails = draw(st.integers(1, 4)) if kind == "switch" else 1
@@ -60,7 +60,7 @@ def test_a_program_counted_by_hand():
 
 def true_payloads(program, shape: tuple[int, ...]) -> tuple[float, ...]:
     """The largest part of the chunks that any member moves, counted on the states themselves."""
-    space = Space(math.prod(shape))
+    space = StateSpace(math.prod(shape))
     contexts = replay(program, shape)
     result = []
     from shardplan.collectives import groups

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.collectives.states import COLLECTIVES, Clash, P2Collective, Space
+from shardplan.collectives.states import COLLECTIVES, Clash, P2Collective, StateSpace
 from shardplan.ir import Collective
 
-SPACE = Space(2)
+SPACE = StateSpace(2)
 
 
 def apply(collective: P2Collective, *states: str) -> list[str] | str:
@@ -88,7 +88,7 @@ def literal(collective: P2Collective, s: Any) -> Any:
 
 @given(st.integers(1, 4), st.data())
 def test_bitsets_do_what_the_rules_say_literally(k: int, data: st.DataObject):
-    space = Space(k)
+    space = StateSpace(k)
     n = data.draw(st.integers(1, k))
     collective = data.draw(st.sampled_from(COLLECTIVES))
     # states near what programs meet: rows are empty, one's own, or of several contributors
@@ -108,6 +108,6 @@ def test_bitsets_do_what_the_rules_say_literally(k: int, data: st.DataObject):
 
 @given(st.integers(1, 5), st.data())
 def test_showing_and_parsing_are_inverse(k: int, data: st.DataObject):
-    space = Space(k)
+    space = StateSpace(k)
     state = data.draw(st.integers(0, space.full))
     assert space.parse(space.show(state)) == state

@@ -12,14 +12,14 @@ import pytest
 
 from shardplan.collectives import Reduction, ReductionError, replay, synthesize
 from shardplan.collectives.dsl import Refusal, advance, groups, instructions
-from shardplan.collectives.states import COLLECTIVES, Clash, Goal, Space
+from shardplan.collectives.states import COLLECTIVES, Clash, Goal, StateSpace
 from shardplan.collectives.synthesis import Walks, _synthesize, chunk_order
 from shardplan.ir import Collective
 
 
 def unpruned(shape: tuple[int, ...], size: int, goal: Goal = Collective.ALL_REDUCE) -> set[Reduction]:
     """Every sequence of instructions tried one by one, nothing shared and nothing cut off."""
-    space = Space(math.prod(shape))
+    space = StateSpace(math.prod(shape))
     result: set[Reduction] = set()
     moves = [m for m in instructions(len(shape)) if groups(shape, m)]
     for length in range(1, size + 1):
@@ -112,7 +112,7 @@ def test_the_sizes_of_larger_levels_do_not_matter_either(shape: tuple[int, ...])
 
 
 def test_every_program_reaches_its_target_state():
-    target = Space(12).target()
+    target = StateSpace(12).target()
     for program in synthesize(3, 4):
         assert replay(program, (2, 3, 2))[-1] == target
 

@@ -16,7 +16,7 @@ from shardplan.cost.network import _all_to_all, binary_tree, binomial_rounds
 from shardplan.errors import ClusterError
 from shardplan.ir import Collective
 from shardplan.mesh import Cluster, Interconnect, Level, factors
-from shardplan.mesh.machine import Kind
+from shardplan.mesh.machine import LinkKind
 from tests.machines import launchless
 
 DEVICE = launchless(Cluster.load("8")).device
@@ -38,7 +38,7 @@ def networks(draw: st.DrawFn) -> Network:
     splits: dict[str, tuple[int, ...]] = {}
     for i in range(draw(st.integers(1, 3))):
         parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-        kind: Kind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
+        kind: LinkKind = draw(st.sampled_from(["switch", "switch", "ring", "bus"]))
         also = (
             Interconnect("also", min(2, math.prod(parts)), draw(st.floats(1, 9)), 0.5)
             if kind == "ring" and draw(st.booleans())

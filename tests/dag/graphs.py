@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from shardplan.dag import Schedule
+from shardplan.dag import TaskSchedule
 
 SECONDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0])
 
@@ -53,7 +53,7 @@ def seconds_between(transfer: Any, source: int, target: int) -> float:
 
 
 def faults(
-    schedule: Schedule,
+    schedule: TaskSchedule,
     times: Sequence[Sequence[float]],
     edges: Mapping[tuple[int, int], Any],
     memory: Sequence[float] | None = None,
@@ -79,7 +79,7 @@ def faults(
     return found
 
 
-def overlaps(schedule: Schedule) -> list[str]:
+def overlaps(schedule: TaskSchedule) -> list[str]:
     """Pairs of tasks that run at once on one device."""
     start, end, near = schedule.start_s, schedule.finish_s, 1e-9 * max(1.0, schedule.makespan_s)
     return [

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.dag.pipeline_orders import KNOWN, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from shardplan.dag.pipeline_search import Wanted, best_order, best_pipeline
-from shardplan.dag.pipelines import Pipeline, Seconds, Work, folded, looped, needs, run
+from shardplan.dag.pipeline_search import PipelineProblem, best_order, best_pipeline
+from shardplan.dag.pipelines import Pipeline, PipelineTask, Seconds, folded, looped, needs, run
 
 SIZES = [(2, 4), (3, 6), (4, 8), (4, 20), (6, 12)]
 
@@ -131,9 +131,9 @@ def test_ours_is_never_slower_than_a_schedule_of_the_literature_at_equal_memory(
 @pytest.mark.parametrize("device", [looped(4, 1), looped(4, 2), folded(4)], ids=str)
 def test_ours_keeps_any_limit(device: tuple[int, ...], most: int) -> None:
     seconds = tuple(Seconds(1 + c / 5, 1.5, 0.5 + c / 3) for c in range(len(device)))
-    ours, found = best_order(Wanted(device, seconds, 6, most))
+    ours, found = best_order(PipelineProblem(device, seconds, 6, most))
     assert max(ours.most_held) <= most
-    assert found.makespan_s >= Wanted(device, seconds, 6, most).least_s * (1 - 1e-9)
+    assert found.makespan_s >= PipelineProblem(device, seconds, 6, most).least_s * (1 - 1e-9)
     check(ours, 6)
 
 
@@ -142,4 +142,4 @@ def test_ours_has_the_bubble_of_zb_v_in_the_memory_of_1f1b() -> None:
     ours, found = best_pipeline([Seconds(0.5, 0.5, 0.5)] * 8, 8, 8)
     assert found.bubble_s == pytest.approx(0)
     assert max(ours.most_held) == 8
-    assert Work("weight", 0, 7) in ours.orders[0]
+    assert PipelineTask("weight", 0, 7) in ours.orders[0]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardplan.dag import Method, Schedule, checked, planned, reschedule
+from shardplan.dag import Method, TaskSchedule, checked, planned, reschedule
 from tests.dag.graphs import Tables, faults, overlaps, seconds_between, tables
 
 
-def _stayed(old: Schedule, new: Schedule, at_s: float, gone: set[int]) -> list[int]:
+def _stayed(old: TaskSchedule, new: TaskSchedule, at_s: float, gone: set[int]) -> list[int]:
     """The tasks that ran, or run on a device that stays; a fault if one moved."""
     kept = [
         i
@@ -98,7 +98,7 @@ def test_what_runs_on_a_device_that_leaves_starts_anew() -> None:
 def test_a_result_leaves_for_a_new_device_when_it_is_known_at_the_earliest() -> None:
     """Task 1 was to run on device 1, which leaves: the result of task 0, ready at 2, leaves for device 2 at 4, not before."""
     dag = checked([[2.0, 20.0, 20.0], [90.0, 3.0, 3.0], [50.0, 5.0, 50.0]], {(0, 1): 3.0})
-    old = Schedule((0, 1, 1), (0.0, 5.0, 0.0), (2.0, 8.0, 5.0))
+    old = TaskSchedule((0, 1, 1), (0.0, 5.0, 0.0), (2.0, 8.0, 5.0))
     new = reschedule(old, dag, 4.0, times=[[2.0, 20.0, 20.0], [90.0, 3.0, 3.0], [1.0, 5.0, 50.0]], leaves=[1])
     assert (new.device[1], new.start_s[1]) == (2, 7.0)
     stayed = reschedule(old, dag, 4.0)
@@ -115,4 +115,4 @@ def test_the_rest_can_be_proven_shortest() -> None:
 
 def test_without_tasks_nothing_is_left_to_schedule() -> None:
     dag = checked(np.zeros((0, 2)), {})
-    assert reschedule(planned(dag), dag, 1.0, leaves=[0]) == Schedule((), (), ())
+    assert reschedule(planned(dag), dag, 1.0, leaves=[0]) == TaskSchedule((), (), ())

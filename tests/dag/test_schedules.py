@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.dag import Method, Schedule, checked, planned
+from shardplan.dag import Method, TaskSchedule, checked, planned
 from shardplan.dag.critical import shorten
 from shardplan.dag.exact import exact
 from shardplan.dag.fd_dps import fd_dps
@@ -132,9 +132,9 @@ def test_the_faults_of_broken_schedules_are_seen() -> None:
     assert faults(good, *case) == []
     broken = {
         "runs from": replace(good, start_s=(0.5, *good.start_s[1:])),
-        "starts before": Schedule((0, 1, 1), (0.0, 2.0, 0.0), (1.0, 3.0, 1.0)),
-        "at once": Schedule((0, 0, 1), (0.0, 0.5, 0.0), (1.0, 1.5, 1.0)),
-        "holds more": Schedule((0, 0, 0), (0.0, 1.0, 2.0), (1.0, 2.0, 3.0)),
+        "starts before": TaskSchedule((0, 1, 1), (0.0, 2.0, 0.0), (1.0, 3.0, 1.0)),
+        "at once": TaskSchedule((0, 0, 1), (0.0, 0.5, 0.0), (1.0, 1.5, 1.0)),
+        "holds more": TaskSchedule((0, 0, 0), (0.0, 1.0, 2.0), (1.0, 2.0, 3.0)),
     }
     for word, schedule in broken.items():
         assert any(word in fault for fault in faults(schedule, *case)), word
@@ -142,4 +142,4 @@ def test_the_faults_of_broken_schedules_are_seen() -> None:
 
 def test_an_empty_dag_has_an_empty_schedule() -> None:
     for method in get_args(Method):
-        assert shardplan.schedule_dag(np.zeros((0, 2)), {}, method) == Schedule((), (), ())
+        assert shardplan.schedule_dag(np.zeros((0, 2)), {}, method) == TaskSchedule((), (), ())

@@ -60,7 +60,7 @@ def main() -> None:
     jax.distributed.initialize(f"localhost:{port}", count, process)
 
     import shardplan
-    from shardplan.verify.judge import Change, judge
+    from shardplan.verify.judge import Sensitivity, judge
     from tests.machines import machine
 
     step, (state, batch), options = case(sys.argv[4])
@@ -83,7 +83,7 @@ def main() -> None:
     assert [getattr(x, "weak_type", False) for x in jax.tree.leaves(placed)] == weak
     assert loss.sharding.device_set in [set(m.devices.flat) for m in plan.meshes()]
     found = [as_numbers(x) for x in jax.tree.leaves(plan.fetch(placed))]
-    changes = [Change()] * len(single)
+    changes = [Sensitivity()] * len(single)
     for nudged in runs:
         changes = [change.with_run(a, b) for change, a, b in zip(changes, single, nudged, strict=True)]
     judged = judge(list(map(str, range(len(single)))), [single], [found], [changes])

@@ -18,7 +18,7 @@ from shardplan.collectives import parse
 from shardplan.errors import ClusterError
 from shardplan.mesh import Cluster, Device, Interconnect, Level, preset_names
 from shardplan.mesh.checks import MOST_SECONDS
-from shardplan.mesh.machine import DTYPES, Kind
+from shardplan.mesh.machine import DTYPES, LinkKind
 
 GOOD = Cluster.load("dgx-h100:4").to_toml()
 positive = st.floats(min_value=1e-12, max_value=1e18, allow_nan=False)
@@ -32,7 +32,7 @@ words = st.from_regex(r"[\w.\-]{1,12}", fullmatch=True).filter(lambda name: name
 def clusters(draw: st.DrawFn) -> Cluster:
     levels: list[Level] = []
     for name in draw(st.lists(words, min_size=1, max_size=4, unique=True)):
-        kind: Kind = draw(st.sampled_from(["switch", "ring", "bus"]))
+        kind: LinkKind = draw(st.sampled_from(["switch", "ring", "bus"]))
         size = draw(st.integers(1, 32))
         also = (
             draw(st.none() | st.builds(Interconnect, names, st.integers(1, size), positive, seconds)) if kind == "ring" else None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, Interconnect, Level
-from shardplan.mesh.machine import Kind
+from shardplan.mesh.machine import LinkKind
 from shardplan.mesh.topology import Topology, counts, graph
 
 DEVICE = Cluster.load("8").device
@@ -22,7 +22,7 @@ RING = Cluster("ring", (Level("node", 2, 10.0, 2.0), Level("gpu", 6, 100.0, 1.0,
 def clusters(draw: st.DrawFn) -> Cluster:
     levels: list[Level] = []
     for i in range(draw(st.integers(1, 3))):
-        kind: Kind = draw(st.sampled_from(["switch", "ring", "bus"]))
+        kind: LinkKind = draw(st.sampled_from(["switch", "ring", "bus"]))
         size = draw(st.integers(1, 5))
         also = Interconnect(f"also{i}", draw(st.integers(1, size)), 3.0, 0.5) if kind == "ring" and draw(st.booleans()) else None
         levels.append(Level(f"l{i}", size, 10.0 + i, 1.0, kind, also=also))

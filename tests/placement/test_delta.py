@@ -13,7 +13,7 @@ from shardplan.mesh import Cluster
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, random_configuration
 from shardplan.placement.device_topology import TICK_S, machine_of
-from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
+from shardplan.placement.operators import Edge, Operator, OperatorGraph, OperatorLoop
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
 from shardplan.placement.starts import random_strategy
@@ -88,7 +88,7 @@ def test_a_change_is_given_up_only_where_it_takes_too_long(model: str, cluster: 
 
 def test_a_copy_that_nobody_reads_delays_nobody() -> None:
     """The producer is cut over a loop that does not split its tensor; the copy on the slow device has no reader."""
-    operators = tuple(Operator(name, "", (Loop("i", 2, "A"),), ((), (), ())) for name in ("producer", "consumer"))
+    operators = tuple(Operator(name, "", (OperatorLoop("i", 2, "A"),), ((), (), ())) for name in ("producer", "consumer"))
     edges = (Edge(0, 1, (2,), 1, (-1,), (-1,), gradient=False),)
     machine = machine_of(Cluster.load("2"), np.array([1.0, 0.1]))
     simulation = Simulation(

@@ -9,8 +9,8 @@ import pytest
 
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import TICK_S, Machine, machine_of
-from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
+from shardplan.placement.device_topology import TICK_S, DeviceTopology, machine_of
+from shardplan.placement.operators import Edge, Operator, OperatorGraph, OperatorLoop
 from shardplan.placement.simulation import Engine, Simulation
 
 # Figure 4c: (readyTime, startTime) of each task: parts of o1 to o6, then the transfers of each tensor
@@ -32,9 +32,9 @@ DELTA = {
 EXECUTE = {"embedding": {2: 2}, "recurrent": {2: 1, 1: 2}, "linear": {1: 3}}
 
 
-def _example() -> tuple[OperatorGraph, Machine, list[dict[tuple[int, ...], tuple[int, int, int]]]]:
+def _example() -> tuple[OperatorGraph, DeviceTopology, list[dict[tuple[int, ...], tuple[int, int, int]]]]:
     kinds = ["embedding", "embedding", "recurrent", "recurrent", "linear", "linear"]
-    operators = tuple(Operator(f"o{i + 1}", "", (Loop("batch", 2, "S"),), ((), (), ())) for i in range(6))
+    operators = tuple(Operator(f"o{i + 1}", "", (OperatorLoop("batch", 2, "S"),), ((), (), ())) for i in range(6))
     pairs = ((0, 2), (1, 3), (2, 3), (2, 4), (3, 5))
     edges = tuple(Edge(i, j, (2,), 1, (0,), (0,), gradient=False) for i, j in pairs)
     tables = [{(k,): (ticks, 0, 0) for k, ticks in EXECUTE[kind].items()} for kind in kinds]

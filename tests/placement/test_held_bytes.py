@@ -19,7 +19,7 @@ from shardplan.placement.configurations import Configuration, single
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.held_bytes import Memory, may_exceed, whole_bytes
-from shardplan.placement.mcmc import Limits
+from shardplan.placement.mcmc import ChainLimits
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.search import search, starts_of
 from shardplan.placement.starts import data_parallel, random_strategy
@@ -94,7 +94,7 @@ def test_no_answer_is_beyond_the_memory_of_a_device() -> None:
     assert may_exceed(here)
     on_three = tuple(Configuration((1,) * len(o.loops), (n % 3,)) for n, o in enumerate(here.graph.operators))
     starts = {"dp": data_parallel(here), "three": on_three}
-    found = search(here, starts, Limits(proposals=300), seed=1, workers=1, engine="python")
+    found = search(here, starts, ChainLimits(proposals=300), seed=1, workers=1, engine="python")
     assert Memory(here, found.strategy).fits
     assert not Memory(here, starts["dp"]).fits
     assert set(found.starts) == {"dp", "three"}
@@ -125,7 +125,7 @@ def test_no_device_holds_more_than_the_sizes_of_its_whole_operators(model: str) 
 def test_where_no_start_fits_the_error_has_the_numbers() -> None:
     here = _limited("mlp", d3=1000)
     with pytest.raises(PlacementMemoryError, match=r"no strategy fits in memory \(dp holds .* GB on device 3\)") as caught:
-        search(here, starts_of(here, ("dp",), 0, None), Limits(proposals=10), workers=1, engine="python")
+        search(here, starts_of(here, ("dp",), 0, None), ChainLimits(proposals=10), workers=1, engine="python")
     held = int(Memory(here, data_parallel(here)).bytes[3])
     assert caught.value.needs == {"dp": (3, held, 1000)}
 

@@ -15,8 +15,8 @@ from shardplan.mesh import Cluster, SingleDevice, SingleLink
 from shardplan.placement.configurations import Configuration, degrees_of
 from shardplan.placement.device_topology import TICK_S, machine_of
 from shardplan.placement.held_bytes import Memory
-from shardplan.placement.mcmc import Limits, anneal
-from shardplan.placement.operators import Edge, Loop, Operator, OperatorGraph
+from shardplan.placement.mcmc import ChainLimits, anneal
+from shardplan.placement.operators import Edge, Operator, OperatorGraph, OperatorLoop
 from shardplan.placement.optimum import aligned_configurations, optimum
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel, random_strategy
@@ -42,7 +42,7 @@ def _least_s(here: PlacementProblem) -> float:
 
 def _drawn(cluster: str, extents: list[int], ticks: list[int], edges: list[tuple[int, int]]) -> PlacementProblem:
     """Operators with one loop each, which cut evenly and keep their ticks in sum, and tensors between some of them."""
-    made = tuple(Operator(f"o{n}", "", (Loop("i", extent, "S"),), ((), (), ())) for n, extent in enumerate(extents))
+    made = tuple(Operator(f"o{n}", "", (OperatorLoop("i", extent, "S"),), ((), (), ())) for n, extent in enumerate(extents))
     tensors = tuple(Edge(i, j, (12,), 8, (0,), (0,), gradient=False) for i, j in edges)
     tables = tuple(
         {d: (max(1, whole // d[0]), 0, 0) for d in degrees_of(o, Cluster.load(cluster).size)}
@@ -88,7 +88,7 @@ def test_chains_find_the_optimum_of_lenet() -> None:
     """FlexFlow, section 8.3: four devices, 64 images for each."""
     here = problem_of(operators("lenet", batch=256), machine_of(Cluster.load("flexflow-p100:1")))
     starts = [data_parallel(here), random_strategy(here, np.random.default_rng(0))]
-    chains = [anneal(here, start, np.random.default_rng(0), Limits(proposals=1000)) for start in starts]
+    chains = [anneal(here, start, np.random.default_rng(0), ChainLimits(proposals=1000)) for start in starts]
     best = min(chains, key=lambda chain: chain.seconds)
     found = optimum(here, starts[0], engine="auto")
     assert best.seconds == found.seconds
@@ -112,5 +112,5 @@ def test_a_search_that_is_cut_off_bounds_all_strategies() -> None:
 def test_a_chain_finds_the_optimum_of_a_small_problem(cluster: str) -> None:
     """FlexFlow, section 8.3. The chain may place parts in any order, so it may even be better."""
     here = problem_of(operators("mlp", layers=3), machine_of(Cluster.load(cluster)))
-    chain = anneal(here, data_parallel(here), np.random.default_rng(0), Limits(), engine="python")
+    chain = anneal(here, data_parallel(here), np.random.default_rng(0), ChainLimits(), engine="python")
     assert chain.seconds <= optimum(here, data_parallel(here)).seconds

@@ -12,7 +12,7 @@ from shardplan.placement.branches import branches_of, chains_of, partitions, sch
 from shardplan.placement.configurations import configuration_within, partitions_of
 from shardplan.placement.device_groups import GroupTimes, proportional_groups, regions_of, used_groups
 from shardplan.placement.device_topology import machine_of
-from shardplan.placement.mcmc import Limits, anneal
+from shardplan.placement.mcmc import ChainLimits, anneal
 from shardplan.placement.operators import Edge, Operator, OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.region_plans import Candidate, RegionPlans, part_of
@@ -95,7 +95,7 @@ def test_a_chain_with_groups_leaves_none() -> None:
     here = problem(*TOWERS)
     groups = tuple((0, 1) if n.startswith("left") else (2, 3) for n in here.graph.names)
     start = tuple(data_parallel_on(here, o, g) for o, g in zip(here.graph.operators, groups, strict=True))
-    chain = anneal(here, start, np.random.default_rng(0), Limits(proposals=100), groups=groups, engine="python")
+    chain = anneal(here, start, np.random.default_rng(0), ChainLimits(proposals=100), groups=groups, engine="python")
     assert chain.seconds <= here.seconds(start, "python")
     assert all(set(c.devices) <= set(g) for c, g in zip(chain.strategy, groups, strict=True))
 
@@ -106,7 +106,7 @@ def test_equal_regions_on_equal_groups_are_planned_once() -> None:
     second = {"right/layer_0/kernel": (2, 3), "right/layer_1/kernel": (2, 3)}
     groups = tuple((first | second).get(n, (0, 1, 2, 3)) for n in here.graph.names)
     strategy = tuple(data_parallel_on(here, o, g) for o, g in zip(here.graph.operators, groups, strict=True))
-    plans = RegionPlans(here, Limits(proposals=20), math.inf, 0, "python")
+    plans = RegionPlans(here, ChainLimits(proposals=20), math.inf, 0, "python")
     candidate = Candidate("towers", groups, strategy, here.seconds(strategy, "python"))
     planned = plans.planned(candidate)
     assert len(plans.chains) == 2  # the first layers of a tower, and the rest
@@ -145,7 +145,7 @@ def test_regions_are_never_worse_than_their_baselines(model: str, cluster: str) 
 
 def test_chains_begin_at_the_given_starts_alone() -> None:
     here = problem("mlp", "2x2")
-    found, _ = region_search(here, starts_of(here, ("random",), 0, None), Limits(proposals=5), workers=1, engine="python")
+    found, _ = region_search(here, starts_of(here, ("random",), 0, None), ChainLimits(proposals=5), workers=1, engine="python")
     assert list(found.starts) == ["random"]
     assert found.seconds <= min(here.seconds(s, "python") for s in (data_parallel(here), expert(here)))
 
@@ -155,7 +155,7 @@ def test_towers_run_beside_each_other_and_beat_data_parallelism(seed: int) -> No
     machine = machine_of(Cluster.load("flexflow-p100:1"))
     here = problem_of(operators("two_tower", width=256, batch=256), machine)
     starts = starts_of(here, ("dp", "expert"), 0, None)
-    found, regions = region_search(here, starts, Limits(proposals=40), seed=seed, workers=1, engine="python")
+    found, regions = region_search(here, starts, ChainLimits(proposals=40), seed=seed, workers=1, engine="python")
     left, right = (
         {d for r in regions for i in r.operators if here.graph.names[i].startswith(side) for d in r.devices}
         for side in ("left", "right")
@@ -179,4 +179,4 @@ def test_candidates_come_in_the_order_of_their_steps() -> None:
 
 def _search(here: PlacementProblem):
     starts = starts_of(here, ("dp", "random"), 0, None)
-    return region_search(here, starts, Limits(proposals=40), seed=3, workers=1, engine="python")
+    return region_search(here, starts, ChainLimits(proposals=40), seed=3, workers=1, engine="python")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardplan.placement.mcmc import Limits
+from shardplan.placement.mcmc import ChainLimits
 from shardplan.placement.restrictions import colocrl, layers_of, optcnn
 from shardplan.placement.starts import data_parallel
 from tests.placement.problems import problem
@@ -17,7 +17,7 @@ CASES = [("mlp", "flexflow-p100:1"), ("rnn", "flexflow-k80:1"), ("wresnet", "2x2
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_colocrl_places_whole_operators(model: str, cluster: str) -> None:
     here = problem(model, cluster)
-    chain = colocrl(here, Limits(proposals=60))
+    chain = colocrl(here, ChainLimits(proposals=60))
     here.check(chain.strategy, "the placement")
     assert all(len(c.devices) == 1 for c in chain.strategy)
     assert chain.seconds == here.seconds(chain.strategy)
@@ -27,7 +27,7 @@ def test_colocrl_places_whole_operators(model: str, cluster: str) -> None:
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_optcnn_has_one_configuration_for_each_layer_and_no_two_operators_at_once(model: str, cluster: str) -> None:
     here = problem(model, cluster)
-    chain = optcnn(here, [data_parallel(here)], Limits(proposals=60))
+    chain = optcnn(here, [data_parallel(here)], ChainLimits(proposals=60))
     here.check(chain.strategy, "the strategy")
     for layer in layers_of(here.graph):
         assert len({chain.strategy[i] for i in layer}) == 1
@@ -47,7 +47,7 @@ def test_the_steps_of_a_recurrence_are_one_layer() -> None:
 
 def test_restricted_searches_are_repeatable() -> None:
     here = problem("mlp", "flexflow-p100:1")
-    limits = Limits(proposals=80)
+    limits = ChainLimits(proposals=80)
     assert colocrl(here, limits, seed=3).strategy == colocrl(here, limits, seed=3).strategy
     start = [data_parallel(here)]
     assert optcnn(here, start, limits, seed=3).strategy == optcnn(here, start, limits, seed=3).strategy

@@ -16,7 +16,7 @@ from shardplan.mesh.singles import SingleDevice
 from shardplan.placement.chains import run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
-from shardplan.placement.mcmc import Limits, anneal, neighbours_of, propose
+from shardplan.placement.mcmc import ChainLimits, anneal, neighbours_of, propose
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.search import check_limits, check_names, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -65,7 +65,7 @@ def test_experts_cut_the_dense_layers_of_a_convolutional_network_over_parameters
 def test_the_answer_is_never_worse_than_a_start(model: str, cluster: str) -> None:
     here = problem(model, cluster)
     starts = starts_of(here, ("dp", "expert", "random"), 0, None)
-    found = search(here, starts, Limits(proposals=40), seed=1, workers=1, engine="python")
+    found = search(here, starts, ChainLimits(proposals=40), seed=1, workers=1, engine="python")
     assert found.seconds <= min(found.starts.values())
     assert found.seconds == here.seconds(found.strategy, "python")
     assert found.proposals == 3 * 40
@@ -75,7 +75,7 @@ def test_a_start_from_which_no_chain_begins_counts_too() -> None:
     here = problem("mlp", "2x2")
     strategies = [random_strategy(here, np.random.default_rng(seed)) for seed in range(4)]
     worst, *_, best = sorted(strategies, key=here.seconds, reverse=True)
-    found = search(here, {"worst": worst, "best": best}, Limits(proposals=1), chains=1, workers=1, engine="python")
+    found = search(here, {"worst": worst, "best": best}, ChainLimits(proposals=1), chains=1, workers=1, engine="python")
     assert found.starts["best"] < found.starts["worst"]
     assert (found.origin, found.seconds) == ("best", found.starts["best"])
 
@@ -83,7 +83,7 @@ def test_a_start_from_which_no_chain_begins_counts_too() -> None:
 def test_equal_seeds_give_equal_chains() -> None:
     here = problem("rnn", "2x2")
     first, second = (
-        anneal(here, data_parallel(here), np.random.default_rng(3), Limits(proposals=60), engine="python") for _ in range(2)
+        anneal(here, data_parallel(here), np.random.default_rng(3), ChainLimits(proposals=60), engine="python") for _ in range(2)
     )
     assert first.strategy == second.strategy
     assert (first.proposals, first.simulated, first.accepted) == (second.proposals, second.simulated, second.accepted)
@@ -92,7 +92,7 @@ def test_equal_seeds_give_equal_chains() -> None:
 def test_the_bounds_change_no_decision() -> None:
     """A chain whose simulations never end early accepts the same proposals."""
     here = problem("rnn", "2x2")
-    chain = anneal(here, data_parallel(here), np.random.default_rng(5), Limits(proposals=80), engine="python")
+    chain = anneal(here, data_parallel(here), np.random.default_rng(5), ChainLimits(proposals=80), engine="python")
     assert chain.strategy == _plain_chain(here, np.random.default_rng(5), 80)
 
 
@@ -119,7 +119,7 @@ def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: i
 def test_chains_in_processes_are_those_in_this_one() -> None:
     here = problem("mlp", "2x2")
     starts = starts_of(here, ("dp", "random"), 0, None)
-    tasks = tasks_of(here, starts, Limits(proposals=30), chains=2, seed=0, workers=2, engine="python")
+    tasks = tasks_of(here, starts, ChainLimits(proposals=30), chains=2, seed=0, workers=2, engine="python")
     apart, here_alone = run_all(tasks, workers=2), run_all(tasks, workers=1)
     assert [c.strategy for c in apart] == [c.strategy for c in here_alone]
 
@@ -128,7 +128,7 @@ def test_processes_tell_of_each_improvement() -> None:
     here = problem("mlp", "2x2")
     starts = starts_of(here, ("dp", "random"), 0, None)
     told: list[tuple[float, float]] = []
-    tasks = tasks_of(here, starts, Limits(proposals=200), chains=3, seed=0, workers=2, engine="python")
+    tasks = tasks_of(here, starts, ChainLimits(proposals=200), chains=3, seed=0, workers=2, engine="python")
     found = run_all(tasks, workers=2, observer=lambda seconds, done: told.append((seconds, done)))
     assert len(told) == sum(len(c.history) for c in found)  # a history begins with the start, and a chain ends once
     assert [seconds for seconds, _ in told] == sorted((s for s, _ in told), reverse=True)
@@ -140,12 +140,12 @@ def test_a_process_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     here = problem("mlp", "2x2")
     monkeypatch.setattr("shardplan.placement.chains.sys.executable", "/bin/false")
     with pytest.raises(PlacementError, match="ended early: run the search with --chains 1"):
-        search(here, {"dp": data_parallel(here)}, Limits(proposals=1), chains=2, workers=2)
+        search(here, {"dp": data_parallel(here)}, ChainLimits(proposals=1), chains=2, workers=2)
 
 
 def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
     here = problem("mlp", "2")
-    chain = anneal(here, data_parallel(here), np.random.default_rng(0), Limits(), engine="python")
+    chain = anneal(here, data_parallel(here), np.random.default_rng(0), ChainLimits(), engine="python")
     assert chain.proposals >= 1000
     assert chain.proposals == max(1000, 2 * chain.history[-1][0])
 

@@ -16,7 +16,7 @@ from shardplan.mesh import Cluster, SingleDevice, SingleLink
 from shardplan.placement.configurations import Configuration
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.group_reductions import GroupPrices
-from shardplan.placement.mcmc import Limits
+from shardplan.placement.mcmc import ChainLimits
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.search import search, starts_of
 from shardplan.placement.starts import data_parallel
@@ -33,7 +33,7 @@ def _problem(*devices: SingleDevice, model: str = "mlp") -> PlacementProblem:
 def test_absent_devices_run_nothing(model: str) -> None:
     here = _problem(SingleDevice(1, absent=True), model=model)
     starts = starts_of(here, ("dp", "expert", "random"), 0, None)
-    found = search(here, starts, Limits(proposals=100), seed=1, workers=1, engine="python")
+    found = search(here, starts, ChainLimits(proposals=100), seed=1, workers=1, engine="python")
     for strategy in (*starts.values(), found.strategy, scheduled(here, "heft")):
         here.check(strategy, "it")
         assert not any(1 in c.devices for c in strategy)

@@ -22,7 +22,7 @@ from shardplan.constants import CONSTANTS
 from shardplan.cost import TIME
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors
-from shardplan.mesh.machine import Interconnect, Kind
+from shardplan.mesh.machine import Interconnect, LinkKind
 from shardplan.planning import candidate_problem
 from shardplan.planning.factorings import best_of_factorings, refined
 from shardplan.planning.splits import alike, levels_of, splits
@@ -40,7 +40,7 @@ from tests.search import steps
 SMALL = ("4", "6", "8", "9", "12", "2x4", "3x4", "4x2", "2x6")
 
 
-PLACES: dict[str, tuple[str, tuple[Kind, ...]]] = {
+PLACES: dict[str, tuple[str, tuple[LinkKind, ...]]] = {
     "ring of 8": ("8", ("ring",)),
     "ring of 6": ("6", ("ring",)),
     "two domains": ("8", ("ring",)),
@@ -85,7 +85,7 @@ def wanted(over: tuple[Factor, ...] | None = None) -> Wanted:
 
 
 @pytest.mark.parametrize("kind", ["ring", "switch"])
-def test_every_ordered_product_is_reached_by_splits(kind: Kind) -> None:
+def test_every_ordered_product_is_reached_by_splits(kind: LinkKind) -> None:
     """On a switch, where all places are alike, one of those with equal parts; each refines the one that it is split from."""
     cluster = Cluster.load("2x12")
     cluster = replace(cluster, levels=tuple(replace(level, kind=kind, rails=1) for level in cluster.levels))

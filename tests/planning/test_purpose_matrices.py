@@ -20,7 +20,7 @@ from shardplan.mesh import Cluster, matrices
 from shardplan.planning import candidate_problem
 from shardplan.planning.purpose_matrices import laid
 from shardplan.report.parallelism import purposes_text
-from shardplan.search.strategy.purposes import Loops
+from shardplan.search.strategy.purposes import ContractionLoops
 from shardplan.shell.factor_options import checked_axes, checked_factors, read_axes, read_factors
 from shardplan.tdl.index import loops_of
 from shardplan.verify.verify import verify
@@ -47,7 +47,7 @@ def test_each_factor_cuts_the_loops_of_its_purpose(axes: dict[str, int]) -> None
     assert [math.prod(column) for column in zip(*matrix["factors"], strict=True)] == [2, 4]
     of = [shares[0][0] for shares in plan.data.purposes]
     problem, decisions = plan.session.problem, plan.session.decisions
-    loops = Loops(problem)
+    loops = ContractionLoops(problem)
     cut = 0
     for node in loops.contractions:
         kinds = loops.kinds(node)
@@ -101,11 +101,11 @@ def test_experts_are_told_from_heads_and_features() -> None:
     step, args = moe.train_step()
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"), factors={"gpu": (2, 2, 2)})
     problem = plan.session.problem
-    loops = Loops(problem)
+    loops = ContractionLoops(problem)
     seen = {kind for node in loops.contractions for kind in loops.kinds(node).values()}
     assert seen == {"batch", "sequence", "expert", "tensor"}
     dense = gpt.train_step(**SMALL)
-    other = Loops(shardplan.plan(dense[0], *dense[1], cluster="8", factors={}).session.problem)
+    other = ContractionLoops(shardplan.plan(dense[0], *dense[1], cluster="8", factors={}).session.problem)
     assert "expert" not in {kind for node in other.contractions for kind in other.kinds(node).values()}
 
 
@@ -124,7 +124,7 @@ def test_the_gradients_of_experts_are_cut_by_experts_too() -> None:
     assert free.data.purposes == fixed.data.purposes == ((("expert", 1.0),),) * 2
     assert fixed.searched_s <= free.searched_s * 1.001
     problem = free.session.problem
-    loops = Loops(problem)
+    loops = ContractionLoops(problem)
     assert len(loops.contractions) >= 5
     assert all("expert" in loops.kinds(node).values() for node in loops.contractions)
 
@@ -139,7 +139,7 @@ def test_expert_dims_are_known_where_activations_differ_in_dims_of_one() -> None
         return w - 0.01 * jax.grad(loss)(w)
 
     w, x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 16), (1, 32, 16), (4, 8, 16)))
-    loops = Loops(shardplan.plan(step, w, x, y, cluster="8", factors={}, donate_argnums=0).session.problem)
+    loops = ContractionLoops(shardplan.plan(step, w, x, y, cluster="8", factors={}, donate_argnums=0).session.problem)
     batched = next(node for node in loops.contractions if node.signature.call.params["dimension_numbers"][1] != ((), ()))
     (expert,) = batched.signature.call.params["dimension_numbers"][1][0]
     description = batched.signature.description

@@ -23,12 +23,12 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph.flattening import flatten
 from shardplan.ir import Program
 from shardplan.plans.fingerprint import fingerprint
-from shardplan.remat import Part, find, rematerialised
+from shardplan.remat import RecomputedPart, find, rematerialised
 
 DEEP: dict[str, Any] = {"layers": 3, "width": 32, "sequence": 16, "batch": 16, "vocabulary": 64, "heads": 4}
 
 
-def found(program: Program, policy: Any = "all") -> tuple[Part, ...]:
+def found(program: Program, policy: Any = "all") -> tuple[RecomputedPart, ...]:
     heavy = {
         (n.where, n.op.id)
         for n in flatten(program).nodes

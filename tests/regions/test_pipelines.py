@@ -19,11 +19,11 @@ from shardplan.ir import Tensor
 from shardplan.mesh import Cluster
 from shardplan.mesh.machine import Level
 from shardplan.microbatches.accumulating import checked_microbatches, microbatched
-from shardplan.placement.device_topology import Machine, machine_of
+from shardplan.placement.device_topology import DeviceTopology, machine_of
 from shardplan.regions.dispatch import dispatched, peak_bytes
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
-from shardplan.regions.tasks import GroupMesh, Piece, Task, TaskGraph, Transfer
+from shardplan.regions.tasks import GroupMesh, Piece, PlacedTaskGraph, Task, Transfer
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import stage_groups
 from shardplan.verify.verify import verify
@@ -192,7 +192,7 @@ def test_a_pipeline_of_equal_stages_idles_as_its_formula_says() -> None:
     assert dispatched(graph, cluster).step_time_s == pytest.approx(2 * (count + stages - 1))
 
 
-def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[TaskGraph, Machine]:
+def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[PlacedTaskGraph, DeviceTopology]:
     """Stages of a forward and a backward pass of a second each, which hold ``saved`` bytes for each microbatch in flight."""
     tensors = tuple(Tensor(n, (saved // 4 if n < stages else 1,), "float32", 4) for n in range(2 * stages))
     level = Level("x", 2, 1e30, 0.0)
@@ -222,7 +222,7 @@ def equal_stages(stages: int, count: int, saved: int = 4) -> tuple[TaskGraph, Ma
     ]
     sends = [Transfer((g, k), g, g + 1, g) for g in range(stages - 1) for k in range(count)]
     sends += [Transfer((stages + g, k), g, g - 1, stages + g) for g in range(1, stages) for k in range(count)]
-    return TaskGraph(tensors, groups, tuple(pieces), tuple(tasks), tuple(sends), (), ()), machine_of(cluster)
+    return PlacedTaskGraph(tensors, groups, tuple(pieces), tuple(tasks), tuple(sends), (), ()), machine_of(cluster)
 
 
 def test_the_decorator_takes_microbatches() -> None:

@@ -14,7 +14,7 @@ from shardplan.frontend.nnx_state import trace_step
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.regions.assignment import free_ops, on_devices
-from shardplan.regions.group_programs import Split, split
+from shardplan.regions.group_programs import StepSplit, split
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import Task, Transfer
 from tests.placed import RandomGroups
@@ -29,7 +29,7 @@ def traced(name: str) -> Program:
     return trace_step(step, args, (0,)).program
 
 
-def cut(name: str, seed: int) -> Split:
+def cut(name: str, seed: int) -> StepSplit:
     return split(RandomGroups(seed).assignment_of(traced(name), CLUSTER))
 
 

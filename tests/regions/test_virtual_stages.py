@@ -14,10 +14,10 @@ import shardplan
 from models import gpt
 from shardplan.dag.pipelines import folded, looped
 from shardplan.mesh import Cluster
-from shardplan.placement.device_topology import Machine
+from shardplan.placement.device_topology import DeviceTopology
 from shardplan.regions.dispatch import Dispatch, Issue, dispatched
 from shardplan.regions.schedules import started, waiting_tasks
-from shardplan.regions.tasks import TaskGraph
+from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.regions.virtual_stages import most_in_flight, two_chunks
 from shardplan.shell import placements
 from shardplan.shell.placed_plan import PlacedPlan
@@ -138,7 +138,7 @@ def test_chunks_that_cannot_be_are_refused(axes: dict[str, int], message: str) -
         shardplan.plan(step, *args, cluster=near(), axes=axes, microbatches=4)
 
 
-def as_it_comes(graph: TaskGraph, devices: Machine) -> Dispatch:
+def as_it_comes(graph: PlacedTaskGraph, devices: DeviceTopology) -> Dispatch:
     """The dispatch of tasks as soon as they can start."""
     return Dispatch(tuple(Issue(w.what, at, at + w.seconds) for w, at in started(waiting_tasks(graph, devices))))
 

@@ -17,7 +17,7 @@ from models import gpt, llama, mlp
 from shardplan.errors import ShardplanError
 from shardplan.mesh import Cluster
 from shardplan.report.draw import FORMATS, picture
-from shardplan.report.drawing import Column, Drawing, Run, drawing, folded
+from shardplan.report.drawing import Column, Drawing, RepeatedColumns, drawing, folded
 from shardplan.shell.plan_of_step import Plan
 from tests.machines import launchless
 
@@ -35,7 +35,7 @@ def drawn(plan: Plan) -> Drawing:
     return drawing(plan.planned)
 
 
-def unfolded(runs: Sequence[Run]) -> list[Column]:
+def unfolded(runs: Sequence[RepeatedColumns]) -> list[Column]:
     return [c for run in runs for _ in range(run.times) for c in run.columns]
 
 

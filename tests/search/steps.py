@@ -19,7 +19,7 @@ from shardplan.mesh import Cluster, factors
 from shardplan.search.coarsening import coarsen
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.eliminate import Eliminator, find_order
-from shardplan.search.problem.cost_tables import Store, Term, picoseconds
+from shardplan.search.problem.cost_tables import TableStore, Term, picoseconds
 from shardplan.search.problem.pricing import Domain
 from shardplan.search.problem.problem import Problem
 from tests.oracles import brute
@@ -196,7 +196,7 @@ def uncoarsened_seconds(of: Problem) -> float:
     """The optimum where every tensor has a layout of its own: the oracle's summands, eliminated."""
     oracle = brute.uncoarsened(of)
     domains = oracle.problem.domains
-    store = Store()
+    store = TableStore()
     terms: list[Term] = []
     for s in oracle.summands():
         own = [domains[v] for v in s.scope]

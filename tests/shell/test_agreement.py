@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import shardplan
-from shardplan.shell.agreement import Exchange, Group
+from shardplan.shell.agreement import Exchange, ProcessGroup
 from tests.processes import ROOT, outcome
 
 
@@ -39,7 +39,7 @@ class Texts:
 def settled(answers: dict[int, str], members: tuple[int, ...]) -> list[Any]:
     """What each process that answers ends with, where ``members`` should."""
     store: Any = Texts()
-    talks = {own: Exchange(Group(members, own, 0.5), store, "test") for own in answers}
+    talks = {own: Exchange(ProcessGroup(members, own, 0.5), store, "test") for own in answers}
     with ThreadPoolExecutor(len(talks)) as threads:
         said = [threads.submit(outcome, lambda own=own: talks[own].settle("terms", answers[own])) for own in answers]
         return [each.result() for each in said]

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from shardplan.errors import ShardplanError
 from shardplan.simulate import busy, event_loop
 from shardplan.simulate.compile_loops import compiled
-from shardplan.simulate.engine import NO_CONTENTION, Contention, Run, Stream, TaskGraph, simulate
+from shardplan.simulate.engine import NO_CONTENTION, Contention, SimulatedRun, Stream, TaskGraph, simulate
 from tests.oracles import simulation
 from tests.oracles.simulation import Line, Task
 
@@ -34,7 +34,7 @@ def graph(tasks: Sequence[Task], streams: Sequence[Stream]) -> TaskGraph:
     )
 
 
-def times(run: Run) -> list[tuple[int, int]]:
+def times(run: SimulatedRun) -> list[tuple[int, int]]:
     return list(zip(run.start.tolist(), run.end.tolist(), strict=True))
 
 

@@ -20,7 +20,7 @@ from shardplan.schedule import Block, Scan, Schedule
 from shardplan.schedule.instructions import Barrier, Instruction, blocks_of, results_of
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
-from shardplan.simulate.engine import NONE, Contention, Run, Stream, TaskGraph, simulate
+from shardplan.simulate.engine import NONE, Contention, SimulatedRun, Stream, TaskGraph, simulate
 from shardplan.simulate.folds import Fold, unfolded
 from shardplan.simulate.simulated_step import simulated
 from shardplan.simulate.step_tasks import step_tasks
@@ -216,7 +216,7 @@ def test_an_iteration_beside_which_something_else_runs_stands_for_no_other() -> 
     """Iterations of compute, and beside them a collective that begins before and ends in the tenth."""
     streams = (Stream("compute", "compute"), Stream("links", "link"))
 
-    def run(written: int, length: int) -> Run | None:
+    def run(written: int, length: int) -> SimulatedRun | None:
         n = written + 2
         seconds = np.array([0.0, 95e-15, *[10e-15] * written])
         after = [[], [], *([i] if i > 1 else [0] for i in range(1, written + 1))]
@@ -241,7 +241,7 @@ def test_an_iteration_beside_which_something_else_runs_stands_for_no_other() -> 
 
 
 def test_an_iteration_unlike_the_one_before_it_stands_for_no_other() -> None:
-    def chain(*seconds: float) -> Run:
+    def chain(*seconds: float) -> SimulatedRun:
         n = len(seconds)
         stream = np.array([NONE, *[0] * (n - 1)], np.int32)
         first, waits_for = np.array([0, *range(n)]), np.arange(n - 1)

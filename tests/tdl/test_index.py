@@ -19,8 +19,8 @@ from shardplan.tdl.index import (
     Interval,
     Loop,
     Mod,
+    Multiple,
     Plus,
-    Times,
     interval,
     loops_of,
     show,
@@ -38,7 +38,7 @@ def value(expr: IndexExpr, at: tuple[int, ...]) -> int:
             return value(inner, at) // by
         case Mod(inner, by):
             return value(inner, at) % by
-        case Times(inner, by):
+        case Multiple(inner, by):
             return value(inner, at) * by
         case Plus(left, right):
             return value(left, at) + value(right, at)
@@ -58,7 +58,7 @@ def expressions() -> st.SearchStrategy[IndexExpr]:
         lambda inner: st.one_of(
             st.builds(FloorDiv, inner, st.integers(2, 6)),
             st.builds(Mod, inner, st.integers(2, 12)),
-            st.builds(Times, inner, st.integers(-3, 3)),
+            st.builds(Multiple, inner, st.integers(-3, 3)),
             st.builds(Plus, inner, inner),
         ),
         max_leaves=3,

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.plan_text import verified_text
-from shardplan.verify.judge import Change, difference, judge
+from shardplan.verify.judge import Sensitivity, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
 from shardplan.verify.on_host import drawn
-from shardplan.verify.runs import Loop, Single, judged_runs
+from shardplan.verify.runs import Single, StateFeedback, judged_runs
 from shardplan.verify.verify import verify
 from tests.machines import machine
 
@@ -150,7 +150,7 @@ def test_an_infinity_hides_no_other_number() -> None:
 def test_what_a_perturbation_makes_infinite_may_be_infinite() -> None:
     one = np.array([1.0, 2.0, 3.0])
     lost = np.array([1.0, np.inf, 3.5])
-    change = Change().with_run(one, lost)
+    change = Sensitivity().with_run(one, lost)
     assert change.size == 0.5
     assert judge(["a"], [[one]], [[lost]], [[change]]).unequal == ()
     assert judge(["a"], [[one]], [[np.array([1.0, np.nan, 9.5])]], [[change]]).unequal == ("a",)
@@ -250,7 +250,7 @@ def test_the_single_device_step_has_the_types_that_were_planned(devices: list[An
 
     args = jnp.full((8, 16), 1.0), jnp.ones((8, 16), "bfloat16")
     made = shardplan.plan(step, *args, cluster="2")
-    (row,) = Single(jax.jit(step), devices[0], Loop(made.traced.in_tree, (None,), [True, False], [True, False], 1)).run(
+    (row,) = Single(jax.jit(step), devices[0], StateFeedback(made.traced.in_tree, (None,), [True, False], [True, False], 1)).run(
         [np.array(x) for x in args]
     )
     assert [x.dtype for x in row] == [made.traced.out_shapes[0].dtype] == ["bfloat16"]

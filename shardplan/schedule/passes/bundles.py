@@ -22,7 +22,7 @@ from shardplan.collectives.step import BUNDLED, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost import Network
 from shardplan.cost.overlap import SERIAL, Weights, weights_at
-from shardplan.schedule.changes import Change
+from shardplan.schedule.changes import DimChange
 from shardplan.schedule.copies import Copies
 from shardplan.schedule.instructions import Block, Bundle, Instruction, Move, results_of, with_blocks
 from shardplan.schedule.movement_windows import BlockWindows
@@ -148,7 +148,7 @@ class _Bundling:
         step = move.steps[0]
         if step.kind not in BUNDLED:
             return None
-        change = Change.of(step)
+        change = DimChange.of(step)
         over = change.gained or change.lost or step.over  # in the order in which they split a dim, if they do
         return _Key(self.planned.graph.tensors[move.tensor].dtype, step.kind, over, step.program)
 

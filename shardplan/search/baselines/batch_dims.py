@@ -18,8 +18,8 @@ from shardplan.tdl.index import (
     Exact,
     FloorDiv,
     IndexExpr,
+    Multiple,
     Plus,
-    Times,
     loops_of,
 )
 
@@ -150,7 +150,7 @@ def _leading(ix: IndexExpr) -> frozenset[int]:
         case Affine(terms):
             most = max((abs(c) for _, c in terms), default=0)
             return frozenset(loop for loop, c in terms if abs(c) == most)
-        case FloorDiv(inner) | Exact(inner) | Times(inner):
+        case FloorDiv(inner) | Exact(inner) | Multiple(inner):
             return _leading(inner)
         case Plus(left, right):
             return _leading(left) | _leading(right)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardplan.constants import CONSTANTS
 from shardplan.search.inference.eliminate import Eliminator, Order, Scoped, arranged_as, met
-from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
+from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term
 
 Places = NDArray[np.intp]
 
@@ -110,7 +110,7 @@ def _parts(v: int, tables: Sequence[Scoped], sizes: Sequence[int], entries: int)
 
 
 def _messages(
-    store: Store, v: int, parts: Sequence[Sequence[Scoped]], sizes: Sequence[int], rank: Mapping[int, int]
+    store: TableStore, v: int, parts: Sequence[Sequence[Scoped]], sizes: Sequence[int], rank: Mapping[int, int]
 ) -> list[tuple[Scoped, int]]:
     """The table that each group leaves once a variable is eliminated from it, with its minimum.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
+from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Eliminator:
     ``check`` is called before each.
     """
 
-    store: Store
+    store: TableStore
     check: Callable[[], None] = lambda: None
     _forgotten: int = 0
     _memo: dict[_Key, tuple[int, int, int]] = field(default_factory=dict[_Key, tuple[int, int, int]])

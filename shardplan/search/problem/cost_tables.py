@@ -45,7 +45,7 @@ def seconds_of_each(costs: NDArray[Any]) -> NDArray[np.float64]:
 
 
 @dataclass(slots=True)
-class Store:
+class TableStore:
     """All distinct tables of one planning run. Those that are ``passing`` (what eliminations leave) may be forgotten again:
     ``forgotten`` counts how often that has happened.
     """

@@ -19,7 +19,7 @@ from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Constant
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.composite_strategies import Late, Options
-from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term
+from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term
 from shardplan.search.problem.pricing import (
     Allowed,
     Domain,
@@ -42,7 +42,7 @@ _Columns = list[tuple[int, int]]
 class Ops:
     """The ops of a problem that join variables."""
 
-    def __init__(self, graph: Graph, coarse: Coarse, pricer: Pricer, store: Store, windows: Windows = NO_WINDOWS) -> None:
+    def __init__(self, graph: Graph, coarse: Coarse, pricer: Pricer, store: TableStore, windows: Windows = NO_WINDOWS) -> None:
         self._graph, self._coarse, self._pricer, self._store, self._windows = graph, coarse, pricer, store, windows
         self._slots = {n: self._slots_of(graph.nodes[n]) for n in coarse.joins}
         self._tables: dict[tuple[object, ...], _Columns] = {}

@@ -25,7 +25,7 @@ from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.composite_strategies import Groups
-from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds, seconds_of
+from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term, picoseconds, seconds_of
 from shardplan.search.problem.host_copies import host_copies
 from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.op_classes import OpClasses
@@ -70,7 +70,7 @@ class Problem:
             network = objective.network(cluster, self.factors) if like is None else like.resharder.network.over(self.factors)
             Resharder(network, self.sizes, self.family)
         self.resharder = self.family[self.factors]
-        self.store = Store()
+        self.store = TableStore()
         alike = like is not None and like.graph is graph and like.objective.overlaps == objective.overlaps
         self.all_windows = like.all_windows if like is not None and alike else self._windows()
         self.company = company

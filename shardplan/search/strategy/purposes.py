@@ -23,7 +23,7 @@ from shardplan.tdl.index import loops_of
 
 Purpose = Literal["data", "fsdp", "tensor", "sequence", "expert", "replica"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-Kind = Literal["batch", "sequence", "expert", "tensor"]
+LoopKind = Literal["batch", "sequence", "expert", "tensor"]
 """What a loop of a contraction runs over."""
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def purpose_of(name: object) -> Purpose:
     raise ValueError(f"unsupported purpose {name!r}: use one of {', '.join(PURPOSES)}")
 
 
-class Loops:
+class ContractionLoops:
     """The kinds of the loops of a step's contractions. ``root`` has the input that each weight is made from.
 
     Weights are inputs that the step gives back changed. Where it gives back none that a contraction reads, as a forward pass,
@@ -143,14 +143,14 @@ class Loops:
         v = self.coarse.of[t]
         return () if v == FREE else (v,)
 
-    def kinds(self, node: Node) -> Mapping[int, Kind]:
+    def kinds(self, node: Node) -> Mapping[int, LoopKind]:
         """The kind of each loop of a contraction."""
         description = node.signature.description
         assert description is not None
         batch, data = self.examples.loops(node)
         experts = self._over_experts(node, self._expert_dims)
 
-        def kind(loop: int) -> Kind:
+        def kind(loop: int) -> LoopKind:
             if loop in experts:
                 return "expert"
             if loop in batch:
@@ -162,7 +162,7 @@ class Loops:
 
 def purposes(problem: Problem, decisions: Decisions) -> tuple[Shares, ...]:
     """The purposes of each factor. Seconds are those of the contractions, spread evenly over all devices."""
-    loops, device = Loops(problem), problem.cluster.device
+    loops, device = ContractionLoops(problem), problem.cluster.device
     spent: list[dict[Purpose, float]] = [{} for _ in problem.factors]
     stored = _stored(loops, decisions)
     undecided = [0.0] * len(problem.factors)  # of ops over the batch without a weight
@@ -202,7 +202,7 @@ def led_by(fixed: Sequence[Purpose], shares: Sequence[Shares]) -> tuple[Shares, 
     return tuple(tuple(sorted(own, key=lambda row: row[0] != first)) for first, own in zip(fixed, shares, strict=True))
 
 
-def _stored(loops: Loops, decisions: Decisions) -> Mapping[int, frozenset[int]]:
+def _stored(loops: ContractionLoops, decisions: Decisions) -> Mapping[int, frozenset[int]]:
     """By variable of a weight, of its views and of its gradient: the factors over which the weight is stored split."""
     coarse = loops.coarse
     result: dict[int, frozenset[int]] = {}

@@ -12,14 +12,14 @@ from shardplan.search.problem.solution import Solution
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class RecursionResult:
     """A recursion's assignment, and its cost in seconds after each step, while later factors are still unused."""
 
     solution: Solution
     after_s: tuple[float, ...]
 
 
-def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
+def recurse(solver: Solver, domains: Sequence[Domain]) -> RecursionResult:
     """Solves factor by factor: what is split stays split, ops may be cut anew.
 
     With the objective "bytes" every step splits every tensor (within ``domains``, which hold the pins) and cuts every op over its
@@ -39,4 +39,4 @@ def recurse(solver: Solver, domains: Sequence[Domain]) -> Stepped:
         solution, _ = solver.minimum("recursion", step, limits=everything_cut(problem, upto=f + 1) if tofu else None)
         after.append(solution.seconds)
     assert solution is not None
-    return Stepped(solution, tuple(after))
+    return RecursionResult(solution, tuple(after))

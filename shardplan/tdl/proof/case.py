@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
-from shardplan.tdl.cut_proof import Verified, draw_array, verify
+from shardplan.tdl.cut_proof import ProofCounts, draw_array, verify
 from shardplan.tdl.describe import is_absent, kernel_name
 from shardplan.tdl.description import Call
 from shardplan.tdl.proof import cudnn_reference, interpreted
@@ -96,7 +96,7 @@ def case(*primitives: str, package: str | None = None) -> Callable[[Callable[[st
     return register
 
 
-def prove(primitive: str, draw: Draw) -> Verified:
+def prove(primitive: str, draw: Draw) -> ProofCounts:
     """Draws one case of a primitive and verifies its description.
 
     On CPUs, cuDNN's attention is run by its formula, and Pallas kernels in Pallas's interpreter.

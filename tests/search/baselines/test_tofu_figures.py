@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tofu
-from shardplan.report.drawing import Column, Drawing, Run, Tile, drawing
+from shardplan.report.drawing import Column, Drawing, RepeatedColumns, Tile, drawing
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,9 @@ def test_convolutions_of_one_block_differ_and_repeated_blocks_do_not_but_for_the
 ) -> None:
     """Second observation. Minimising seconds, one more block at the border of two stages may differ."""
     for drawn, apart in ((fewest_bytes, 0), (ours, 1)):
-        repeated: dict[int, Run] = {int(run.columns[0].block.split("_")[1]): run for run in drawn.runs if run.times > 1}
+        repeated: dict[int, RepeatedColumns] = {
+            int(run.columns[0].block.split("_")[1]): run for run in drawn.runs if run.times > 1
+        }
         assert all(STAGES[stage] - run.times in (0, apart) for stage, run in repeated.items())
         assert set(repeated) == set(STAGES)
         for stage, run in repeated.items():

@@ -30,7 +30,7 @@ from shardplan.search.problem.cost_tables import BIG
 from shardplan.search.problem.pricing import Allowed, Limits
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
-from shardplan.search.strategy.recursion import Stepped, recurse
+from shardplan.search.strategy.recursion import RecursionResult, recurse
 from tests.search.steps import array
 
 TIES = 200
@@ -74,7 +74,7 @@ def test_a_product_on_four_workers_is_partitioned_as_in_figure_6() -> None:
     assert sent(joint(solver)) == pytest.approx(sent(figure), abs=TIES)
 
 
-def added_bytes(stepped: Stepped, sizes: Sequence[int]) -> tuple[float, ...]:
+def added_bytes(stepped: RecursionResult, sizes: Sequence[int]) -> tuple[float, ...]:
     """What each step adds over all workers that there are by then (theorem 4's deltas)."""
     totals = [s / BYTE_S * math.prod(sizes[: i + 1]) for i, s in enumerate(stepped.after_s)]
     return tuple(b - a for a, b in zip([0.0, *totals], totals, strict=False))

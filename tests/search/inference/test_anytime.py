@@ -166,12 +166,12 @@ def test_an_interrupt_between_any_two_lines_leaves_the_tables_right(nth: int) ->
 
 def test_reduction_programs_that_were_interrupted_are_found_again_in_whole() -> None:
     """What groups of devices can do is remembered as long as the process lives."""
-    from shardplan.collectives.states import Space
+    from shardplan.collectives.states import StateSpace
 
-    wanted = dict(Space(2).outcomes(Space(2).initial()))
+    wanted = dict(StateSpace(2).outcomes(StateSpace(2).initial()))
     assert len(wanted) > 1
     for nth in range(1, 40):
-        space = Space(2)
+        space = StateSpace(2)
         context = space.initial()
         interrupted(nth, ("states.py",), lambda space=space, context=context: space.outcomes(context))
         assert space.outcomes(context) == wanted
@@ -181,10 +181,10 @@ def test_a_store_that_was_interrupted_gives_no_table_another_ones_number() -> No
     """Between any two of its lines."""
     import numpy as np
 
-    from shardplan.search.problem.cost_tables import Store
+    from shardplan.search.problem.cost_tables import TableStore
 
     for nth in range(1, 40):
-        store = Store()
+        store = TableStore()
         interrupted(nth, ("tables.py",), lambda store=store: [store.intern(np.arange(4, dtype=np.int64) * n) for n in range(3)])
         for n in range(3):
             found, _ = store.intern(np.arange(4, dtype=np.int64) * n)

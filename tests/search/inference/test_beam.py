@@ -24,7 +24,7 @@ from shardplan.search.inference.eliminate import Eliminator, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import ops
-from shardplan.search.problem.cost_tables import BIG, Store, Term
+from shardplan.search.problem.cost_tables import BIG, TableStore, Term
 from shardplan.search.problem.pricing import Limits
 from tests.machines import launchless
 from tests.oracles import ilp
@@ -32,7 +32,7 @@ from tests.search import nets, steps
 from tests.search.problem.test_terms import Drawn, sums_of_tables
 
 
-def _cost(store: Store, terms: Sequence[Term], assignment: Sequence[int]) -> int:
+def _cost(store: TableStore, terms: Sequence[Term], assignment: Sequence[int]) -> int:
     return sum(t.constant + int(store.tables[t.table][tuple(assignment[v] for v in t.scope)]) for t in terms)
 
 
@@ -40,7 +40,7 @@ def _cost(store: Store, terms: Sequence[Term], assignment: Sequence[int]) -> int
 @given(drawn=sums_of_tables(), entries=st.sampled_from([1, 4, 16, 1000]), width=st.sampled_from([1, 2, 30]))
 def test_the_beam_finds_no_less_than_the_minimum_and_bounds_it_from_below(drawn: Drawn, entries: int, width: int) -> None:
     sizes, drawn_terms = drawn
-    store = Store()
+    store = TableStore()
     terms = [Term(scope, *store.intern(table)) for scope, table in drawn_terms]
     order = find_order([t.scope for t in terms], sizes)
     minimum, _ = Eliminator(store).solve(terms, sizes, order)
@@ -53,9 +53,9 @@ def test_the_beam_finds_no_less_than_the_minimum_and_bounds_it_from_below(drawn:
         assert min(found.cost, BIG) == min(minimum, BIG)
 
 
-def _entangled(variables: int, states: int, seed: int) -> tuple[Store, list[Term], list[int]]:
+def _entangled(variables: int, states: int, seed: int) -> tuple[TableStore, list[Term], list[int]]:
     """A table for every pair of variables."""
-    random, store = np.random.default_rng(seed), Store()
+    random, store = np.random.default_rng(seed), TableStore()
     pairs = itertools.combinations(range(variables), 2)
     terms = [Term(pair, *store.intern(random.integers(0, 1000, (states, states)))) for pair in pairs]
     return store, terms, [states] * variables
@@ -186,7 +186,7 @@ def test_of_equally_promising_assignments_the_first_go_on() -> None:
 
 def test_partial_assignments_that_cannot_be_completed_are_said() -> None:
     """Both parts of the first variable's tables allow what no assignment is: found out too late, with one state going on."""
-    store = Store()
+    store = TableStore()
     random = np.random.default_rng(3)
     none = 0
     for _ in range(300):

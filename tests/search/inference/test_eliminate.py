@@ -9,7 +9,7 @@ import pytest
 import shardplan
 from models import mlp
 from shardplan.search.inference.eliminate import Eliminator
-from shardplan.search.problem.cost_tables import Store
+from shardplan.search.problem.cost_tables import TableStore
 from shardplan.search.problem.pricing import Pricer
 
 
@@ -20,7 +20,7 @@ def test_memory_that_is_freed_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -
     kept = shardplan.plan(step, *args, **options)
     freed = {"tables": 0, "eliminations": 0, "prices": 0}
 
-    def tidy_store(store: Store, original: Any = Store.tidy) -> None:
+    def tidy_store(store: TableStore, original: Any = TableStore.tidy) -> None:
         freed["tables"] += len(store._passing)
         original(store)
 
@@ -34,7 +34,7 @@ def test_memory_that_is_freed_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("shardplan.search.problem.cost_tables.MOST_BYTES", -1)
     monkeypatch.setattr("shardplan.search.problem.pricing.MOST_BYTES", -1)
-    monkeypatch.setattr(Store, "tidy", tidy_store)
+    monkeypatch.setattr(TableStore, "tidy", tidy_store)
     monkeypatch.setattr(Eliminator, "tidy", tidy_eliminator)
     monkeypatch.setattr(Pricer, "tidy", tidy_pricer)
     again = shardplan.plan(step, *args, **options)

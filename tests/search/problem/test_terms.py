@@ -18,7 +18,7 @@ from shardplan.search.inference.eliminate import Eliminator, Order, find_order
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem import Problem, pricing
-from shardplan.search.problem.cost_tables import BIG, Costs, Store, Term, picoseconds
+from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term, picoseconds
 from shardplan.search.problem.pricing import table_of, useful
 from tests.search import steps
 
@@ -50,7 +50,7 @@ def _added(sizes: list[int], terms: list[tuple[tuple[int, ...], np.ndarray]]) ->
 @given(drawn=sums_of_tables())
 def test_elimination_finds_the_minimum_and_where_it_is(drawn: Drawn) -> None:
     sizes, terms = drawn
-    store = Store()
+    store = TableStore()
     interned = [Term(scope, *store.intern(table)) for scope, table in terms]
     found, at = Eliminator(store).solve(interned, sizes, find_order([t.scope for t in interned], sizes))
     every = _added(sizes, terms)
@@ -61,7 +61,7 @@ def test_elimination_finds_the_minimum_and_where_it_is(drawn: Drawn) -> None:
 @given(drawn=sums_of_tables(), data=st.data())
 def test_every_order_finds_the_same_minimum(drawn: Drawn, data: st.DataObject) -> None:
     sizes, terms = drawn
-    store = Store()
+    store = TableStore()
     interned = [Term(scope, *store.intern(table)) for scope, table in terms]
     scopes = [t.scope for t in interned]
     order = find_order(scopes, sizes)
@@ -141,7 +141,7 @@ def test_the_order_names_each_open_variable_once_and_predicts_its_tables(drawn: 
 @given(drawn=sums_of_tables())
 def test_equal_tables_are_one_with_their_minimum_beside_them(drawn: Drawn) -> None:
     _, terms = drawn
-    store = Store()
+    store = TableStore()
     for _, table in terms:
         first, low = store.intern(table)
         again, higher = store.intern(np.where(table >= BIG, BIG, table + 7000))

@@ -129,6 +129,11 @@ class Layout:
         """The factors that split a dim, sorted."""
         return tuple(sorted(f for dim in self.dims for f in dim))
 
+    @classmethod
+    def whole(cls, rank: int) -> Layout:
+        """The layout of a tensor of so many dims that every device has whole."""
+        return cls(((),) * rank)
+
     def entries(self, names: Sequence[str]) -> tuple[Entry, ...]:
         """The entries of a PartitionSpec over axes named like the factors; trailing dims without a split are left out.
 

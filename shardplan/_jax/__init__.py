@@ -3,7 +3,7 @@
 Nothing outside this package reads a name of JAX that is not public; `shardplan.versions` alone compares versions.
 """
 
-from shardplan._jax.binding import KERNEL_MODULES, REFERENCES, bind, linalg, primitives, run_on_cpu, select_and_scatter
+from shardplan._jax.binding import KERNEL_MODULES, REFERENCES, bind, bound, linalg, primitives, run_on_cpu, select_and_scatter
 from shardplan._jax.custom_kernels import (
     KERNEL_GRID,
     OWN_PARAMS,
@@ -60,6 +60,7 @@ __all__ = [
     "array_type",
     "bind",
     "bodies",
+    "bound",
     "called",
     "compilations",
     "cudnn_assumed",

@@ -99,6 +99,13 @@ def bind(primitive: str, operands: Sequence[Any], params: Mapping[str, Any], *, 
     return value.bind(*operands, **value.get_bind_params({k: v for k, v in params.items() if k not in OWN_PARAMS}))
 
 
+def bound(equation: Any, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+    """The results of an equation's primitive on these operands, with its own parameters or others."""
+    primitive = equation.primitive
+    made = primitive.bind(*operands, **primitive.get_bind_params(equation.params if params is None else params))
+    return list(made) if primitive.multiple_results else [made]
+
+
 def linalg() -> Any:
     """The module with the factorisations that ``jax.lax.linalg`` does not export, for proof cases: geqrf, geqp3, ormqr."""
     return importlib.import_module("jax._src.lax.linalg")

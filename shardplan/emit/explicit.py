@@ -83,8 +83,8 @@ class ExplicitEmitter(Walk):
             with _jax.settings_of(eqn):
                 return self.blocks.run(signature.call, compute.cuts, inputs, eqn.primitive, compute.scope)
         with _jax.settings_of(eqn):
-            made = eqn.primitive.bind(*compilable(op.primitive, inputs, eqn.params), **eqn.primitive.get_bind_params(eqn.params))
-        return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
+            made = _jax.bound(eqn, compilable(op.primitive, inputs, eqn.params))
+        return in_row_major_order(op.primitive, made)
 
     def once(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
         """An op with effects, on the first device alone; zeros on the others."""
@@ -93,8 +93,7 @@ class ExplicitEmitter(Walk):
 
         def run(*operands: Any) -> tuple[Any, ...]:
             with _jax.settings_of(eqn):
-                made = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            return tuple(made) if eqn.primitive.multiple_results else (made,)
+                return tuple(_jax.bound(eqn, operands))
 
         def rest(*operands: Any) -> tuple[Any, ...]:
             return tuple(jnp.zeros(a.shape, a.dtype) for a in shapes)

@@ -54,8 +54,7 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
         case "cond" if params.get("branches_platforms") is None:
             return lax.switch(inputs[0].astype("int32"), [_function(b) for b in params["branches"]], *inputs[1:])
         case _:
-            made = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-            return made if eqn.primitive.multiple_results else [made]
+            return _jax.bound(eqn, inputs, params)
 
 
 def _function(jaxpr: Any) -> Callable[..., list[Any]]:

@@ -88,7 +88,7 @@ class SpecsEmitter(Walk):
 
     def move(self, x: Any, move: Move, extreme: Any) -> Any:
         """A value moved from where it is: further than the move says if its sum is complete, by the partitioner or on shares."""
-        at, after = self.at.get(move.source) or Layout(((),) * len(move.shape)), move.after
+        at, after = self.at.get(move.source) or Layout.whole(len(move.shape)), move.after
         self.at[move.result] = after
         if at.partial:
             return self.collected(x, at.partial, move.before, after)
@@ -163,10 +163,8 @@ class SpecsEmitter(Walk):
         eqn = op.handle
         params = eqn.params if "manual" not in op.params else {**eqn.params, "mesh": self.mesh}
         with _jax.settings_of(eqn):
-            made = eqn.primitive.bind(
-                *cuttable(op.primitive, inputs, params, constant=constant), **eqn.primitive.get_bind_params(params)
-            )
-        return in_row_major_order(op.primitive, made if eqn.primitive.multiple_results else [made])
+            made = _jax.bound(eqn, cuttable(op.primitive, inputs, params, constant=constant), params)
+        return in_row_major_order(op.primitive, made)
 
     def whole(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """An op that each device computes whole, from whole operands, so that the partitioner decides nothing."""

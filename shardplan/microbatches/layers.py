@@ -36,8 +36,8 @@ from shardplan.tdl import Strategy
 def in_layer_parts(
     program: Program, count: int, batch: Sequence[int] = (), replicate: Sequence[str] = ()
 ) -> tuple[Program, LayerParts] | None:
-    """The step with its loops over layers in ``count`` parts; None for a step without such a loop. ``batch`` are the numbers of
-    the arguments that hold samples.
+    """The step with its loops over layers in ``count`` parts; None for a step without such a loop, or none of whose arguments can
+    be in parts. ``batch`` are the numbers of the arguments that hold samples.
 
     Raises:
         PlacementError: for a number of layers that does not divide.
@@ -47,12 +47,12 @@ def in_layer_parts(
         return None
     split = frozenset(i for i in _stacked(program, length) if i not in batch)
     signatures = {node.op.id: node.signature for node in flatten(program, replicate=replicate).nodes if not node.where}
-    while split:
+    if split and length % count:
+        raise PlacementError(
+            f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
+        )
+    while split:  # without those that an op needs whole, and then without those that are made with them
         step = _InParts(program, signatures, length, count, split)
-        if not step.can_divide:
-            raise PlacementError(
-                f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
-            )
         made = trace(step, *step.shapes).program
         if not step.needed_whole:
             return step.named(made), step.parts
@@ -127,11 +127,6 @@ class _InParts:
             _numbered([count if i in split else 1 for i in range(len(program.inputs))]),
             _numbered([count if i in split else 1 for i in program.feedback]),
         )
-
-    @property
-    def can_divide(self) -> bool:
-        """Whether each part has as many layers."""
-        return self.length % self.count == 0
 
     @property
     def shapes(self) -> list[Any]:

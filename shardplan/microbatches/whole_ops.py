@@ -22,5 +22,4 @@ def whole_op(op: Op, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
     eqn = op.handle
     params = {**eqn.params, **changed}
     with _jax.settings_of(eqn):
-        made = eqn.primitive.bind(*compilable(op.primitive, operands, params), **eqn.primitive.get_bind_params(params))
-    return made if eqn.primitive.multiple_results else [made]
+        return _jax.bound(eqn, compilable(op.primitive, operands, params), params)

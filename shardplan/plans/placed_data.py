@@ -44,11 +44,10 @@ class PlacedData:
     Group n runs on ``devices[n]`` by the plan ``groups[n]``, whose program has the ops of this group; what was asked for (memory
     limit, microbatches, donated arguments and so on) stands there, the same in each group. ``outer`` is the group of each op of
     the step, by id; in a pipeline, of each op outside of the loop over microbatches. ``inner`` is then the chunk of layers of
-    each op in its body, and ``chunks`` the group that runs each chunk. Where a loop over layers is
-    cut into the stages, ``array_of`` names the argument of the step that each part of its arrays is a part of, by path.
-    ``group_of`` is the group that holds each argument, by path, in their order. ``issues`` is what is issued, in order.
-    ``origin`` says where the groups come from, ``auto`` what ``placement="auto"`` was asked for, if it chose them, and
-    ``placements_tried`` what it chose them among.
+    each op in its body, and ``chunks`` the group that runs each chunk. Where a loop over layers is cut into the stages, an
+    argument of the step is held in parts: ``array_of`` gives its path by the path of each part. ``group_of`` is the group that
+    holds each argument, by path, in their order. ``issues`` is what is issued, in order. ``origin`` says where the groups come
+    from, ``auto`` what ``placement="auto"`` was asked for, if it chose them, and ``placements_tried`` what it chose them among.
 
     The last fields are filled before the plan is saved: ``fingerprint`` and ``marks`` are those of the traced step, and
     ``explanations`` has a text for each path and, under ``""``, one for the whole plan.

@@ -17,9 +17,10 @@ STAGE = "stage"
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """For each argument of a step the numbers of its parts among the arguments of the program in parts, and so for the results.
+    """Which arguments and results of the program in parts belong to each argument and result of the step.
 
-    What is not cut has one part, itself. ``count`` is the number of parts of what is cut.
+    ``inputs[i]`` are the numbers of the arguments that hold argument i: ``count`` parts, or one where it is not cut. ``outputs``
+    says the same of results.
     """
 
     count: int

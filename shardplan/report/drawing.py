@@ -139,7 +139,7 @@ def _at_rest(plan: PlannedProgram, tensor: Tensor, stored: Layout, origin: int |
 
 def _gives(plan: PlannedProgram, node: Node, use: Use) -> tuple[str, ...]:
     tensor = plan.graph.tensors[node.outputs[0]]
-    stored = use.stored[0] or Layout(((),) * len(tensor.shape))
+    stored = use.stored[0] or Layout.whole(len(tensor.shape))
     return _moves(plan, tensor, use.gives[0], stored)
 
 

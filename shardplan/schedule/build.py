@@ -151,7 +151,7 @@ class Builder:
     def zeros(self, frame: Frame, local: int, layout: Layout | None) -> int:
         """Zeros for a sum that nothing was added to yet, or for a value without elements, whose op reads nothing."""
         result, shape = self.new(), self.shape(frame, local)
-        frame.out.append(Fill(result, frame.ids[local], shape, layout or Layout(((),) * len(shape))))
+        frame.out.append(Fill(result, frame.ids[local], shape, layout or Layout.whole(len(shape))))
         return result
 
     def used(self, frame: Frame, node: Node, use: Use) -> None:
@@ -172,7 +172,7 @@ class Builder:
             return
         for r, t in enumerate(op.outputs):
             give, stored = use.gives[r], use.stored[r]
-            target = stored if stored is not None else Layout(((),) * len(self.shape(frame, t)))
+            target = stored if stored is not None else Layout.whole(len(self.shape(frame, t)))
             frame.values[t] = self.move(
                 frame, results[r], frame.ids[t], give, target, op.source, reducer, extreme=results[-1] if paired else None
             )
@@ -287,7 +287,7 @@ class Builder:
         if before is None and after is None:
             return value
         shape = self.graph.tensors[tensor].shape
-        whole = Layout(((),) * len(shape))
+        whole = Layout.whole(len(shape))
         before, after = before or whole, after or whole
         if before == after:
             return value

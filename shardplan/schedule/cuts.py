@@ -94,4 +94,4 @@ def reducer_of(node: Node, use: Use) -> Reducer:
 
 def whole_layout(layout: Layout) -> Layout:
     """A layout of the same rank that splits nothing."""
-    return Layout(((),) * len(layout.dims))
+    return Layout.whole(len(layout.dims))

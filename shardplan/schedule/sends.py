@@ -298,7 +298,7 @@ class _Reader:
                             scope = f"{compute.scope}.{number}.{i}.{side}"
                             tensor, line = compute.node.inputs[i], compute.node.op.source
                             send = _send(scope, times, tensor, line, width, Collective.PERMUTE, (), row * n)
-                            yield self.shift(send, c.factors, Layout(((),) * len(shapes[i])))
+                            yield self.shift(send, c.factors, Layout.whole(len(shapes[i])))
                 shapes[i][place.dim] += sum(place.halo)
 
 

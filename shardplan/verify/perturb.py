@@ -163,5 +163,4 @@ def _is_narrower(new: Any, old: Any) -> bool:
 
 def _bound(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
-        result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(result) if eqn.primitive.multiple_results else [result]
+        return _jax.bound(eqn, inputs)

@@ -103,7 +103,7 @@ def test_layers_that_do_not_divide_are_an_error() -> None:
 
 
 def test_chunks_of_a_loop_over_layers_are_an_error() -> None:
-    with pytest.raises(PlacementError, match="chunk=2 cannot be had for a loop over layers"):
+    with pytest.raises(PlacementError, match="chunk=2 is not supported for a loop over layers"):
         shardplan.plan(train_step, *arguments(), cluster="2", microbatches=2, axes={"stage": 2, "chunk": 2})
 
 

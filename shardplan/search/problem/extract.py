@@ -201,7 +201,7 @@ class Extractor:
         for r, (give, after) in enumerate(zip(use.gives, use.stored, strict=True)):
             tensor = problem.graph.tensors[node.outputs[r]]
             if after is not None or give.partial:
-                target = after if after is not None else Layout(((),) * len(tensor.shape))
+                target = after if after is not None else Layout.whole(len(tensor.shape))
                 found.append((self.programs.between(tensor.shape, tensor.nbytes, give, target), r, True))
         return tuple(one for one in found if one[0])
 
@@ -237,7 +237,7 @@ class Extractor:
 
     @cached_property
     def _held_back(self) -> frozenset[tuple[int, int]]:
-        """The (backward view, tensor) each of whose readers may wait."""
+        """The (backward view, tensor) that a schedule moves late: it ties the move to another operand of every reader."""
         read: dict[tuple[int, int], bool] = {}
         for (n, slot), v in self.problem.coarse.read.items():
             node = self.problem.graph.nodes[n]

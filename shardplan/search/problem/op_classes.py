@@ -13,8 +13,9 @@ from shardplan.search.problem.summands import Summand
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """``first`` is the op that stands for each one. ``summands`` are those of a problem, of alike ops only the first, each with
-    how many it stands for. ``limits`` are those that tell ops apart.
+    """Which ops of a problem cost the same. ``first[n]`` is the op that stands for op n. ``summands`` are those of the problem
+    without the ops that another one stands for, each with the number of summands that it counts for. ``limits`` are those under
+    which ops are told apart (None: no limits that do so).
     """
 
     first: Mapping[int, int]

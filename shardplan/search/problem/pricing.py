@@ -226,7 +226,7 @@ class Pricer:
             shape = call.results[r]
             space = self.resharder.space(shape)
             if space.partial[rows.gives[:, r]].any():
-                whole = self.resharder.state(shape, Layout(((),) * len(shape)))
+                whole = self.resharder.state(shape, Layout.whole(len(shape)))
                 prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
                 base = base + prices[0][rows.gives[:, r]]
         return base, [c for c in columns if c is not None]
@@ -271,13 +271,13 @@ class Pricer:
             loop_cuts.append((over, found))
             for i, place in enumerate(found.operands):
                 if isinstance(place, Split) and place.halo != (0, 0):
-                    empty = Layout(((),) * len(signature.call.operands[i]))
+                    empty = Layout.whole(len(signature.call.operands[i]))
                     for side in halo_bytes(signature.call, i, place):
                         steps.append(
                             Step(Collective.SHIFT, over, side, empty, empty, self.resharder.seconds(Collective.SHIFT, over, side))
                         )
         for over, extra in pair_bytes(signature.call, loop_cuts):
-            empty = Layout(((),) * len(signature.call.results[0]))
+            empty = Layout.whole(len(signature.call.results[0]))
             steps.append(
                 Step(Collective.ALL_REDUCE, over, extra, empty, empty, self.resharder.seconds(Collective.ALL_REDUCE, over, extra))
             )

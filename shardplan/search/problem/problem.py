@@ -413,7 +413,7 @@ class Problem:
         if self.coarse.of[link.target] != FREE:
             return domain
         shape = self.graph.tensors[link.target].shape
-        return (self.resharder.state(shape, Layout(((),) * len(shape))),)
+        return (self.resharder.state(shape, Layout.whole(len(shape))),)
 
     def crossing_seconds(self, link: Link, candidates: Sequence[Domain]) -> NDArray[np.float64]:
         """[the states of its variables, one or two]: weighted seconds of one resharding on a link."""

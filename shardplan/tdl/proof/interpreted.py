@@ -94,8 +94,7 @@ def _equation(eqn: Any, inputs: list[Any], programs: Mapping[str, Sequence[Any]]
         case _:
             if name == "masked_load":
                 inputs = _of_one_dtype(inputs, params["args_tree"], eqn.outvars[0].aval.dtype)
-            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            return results if eqn.primitive.multiple_results else [results]
+            return _jax.bound(eqn, inputs)
 
 
 def _of_one_dtype(inputs: Sequence[Any], tree: Any, dtype: Any) -> list[Any]:

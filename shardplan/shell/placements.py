@@ -98,8 +98,8 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
     if each is not None and each > 1:
         if staged.layers is not None:
             raise PlacementError(
-                f"axes: chunk={each} is not supported for a loop over layers: its weights are one array, of which each stage holds "
-                "one part; leave out 'chunk', or unroll the loop"
+                f"axes: chunk={each} is not supported for a loop over layers: its weights are one array, of which each "
+                "stage holds one part; leave out 'chunk', or unroll the loop"
             )
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
         return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways)

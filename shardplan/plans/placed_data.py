@@ -47,7 +47,8 @@ class PlacedData:
     each op in its body, and ``chunks`` the group that runs each chunk. Where a loop over layers is cut into the stages, an
     argument of the step is held in parts: ``array_of`` gives its path by the path of each part. ``group_of`` is the group that
     holds each argument, by path, in their order. ``issues`` is what is issued, in order. ``origin`` says where the groups come
-    from, ``auto`` what ``placement="auto"`` was asked for, if it chose them, and ``placements_tried`` what it chose them among.
+    from, ``chunks_asked`` how many chunks each stage was to have (None: the planner chose), ``auto`` what ``placement="auto"``
+    was asked for, if it chose the groups, and ``placements_tried`` what it chose them among.
 
     The last fields are filled before the plan is saved: ``fingerprint`` and ``marks`` are those of the traced step, and
     ``explanations`` has a text for each path and, under ``""``, one for the whole plan.
@@ -66,6 +67,7 @@ class PlacedData:
     trace_s: Seconds
     search_s: Seconds
     stopped: Stopped
+    chunks_asked: Annotated[int, Least(1)] | None = None
     auto: AutoPlacement | None = None
     placements_tried: tuple[TriedPlacement, ...] = ()
     fingerprint: str | None = None

@@ -240,6 +240,11 @@ class PlacedPlan(PlannedStep):
         self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)
         return self
 
+    def with_chunks_asked(self, each: int | None) -> PlacedPlan:
+        """This plan, with the number of chunks of each stage that was asked for."""
+        self._data = replace(self._data, chunks_asked=each)
+        return self
+
     def _costs_of(self, group: int) -> list[StepCost]:
         """The cost of each task of a group."""
         pieces = self.placed.graph.pieces

@@ -87,7 +87,8 @@ def _axes(data: PlacedData, cluster: Cluster) -> dict[str, int] | None:
         sizes = ", ".join(f"{name}={n}" for name, n in inside.items())
         _log.warning("axes %s of the old plan's stages do not make %d devices: the search chooses", sizes, cluster.size // stages)
         inside = {}
-    return {**({"stage": stages} if stages > 1 else {}), **inside} or None
+    chunks = {} if data.chunks_asked is None else {"chunk": data.chunks_asked}
+    return {**({"stage": stages, **chunks} if stages > 1 else {}), **inside} or None
 
 
 def _batch_argnums(plan: PlacedPlan) -> tuple[int, ...] | None:

@@ -102,9 +102,9 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
                 "stage holds one part; leave out 'chunk', or unroll the loop"
             )
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
-        return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways)
+        return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways).with_chunks_asked(each)
     plan = chunked_plan(asked, staged, groups, looped(stages, 1))
-    return plan if each == 1 else _in_two_chunks(asked, staged, groups, plan)
+    return plan.with_chunks_asked(1) if each == 1 else _in_two_chunks(asked, staged, groups, plan)
 
 
 def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:

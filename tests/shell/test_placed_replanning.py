@@ -66,6 +66,19 @@ def test_a_pipeline_goes_on_after_a_node_is_lost_slower_or_new(tmp_path: Path, c
     assert run_on([plan, lost, again, grown], step, state, batch) == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_chunks_that_were_asked_for_are_kept(tmp_path: Path) -> None:
+    step, args = mlp.train_step(layers=4, batch=8, width=8)
+    options: dict[str, Any] = {"cluster": "2", "microbatches": 2}
+    for chunk in (1, 2):
+        plan = shardplan.plan(step, *args, axes={"stage": 2, "chunk": chunk}, **options)
+        plan.save(tmp_path / "plan.json")
+        again: Any = shardplan.replan(shardplan.load(tmp_path / "plan.json", step, *args), "4")
+        assert len(again.chunks) == 2 * chunk
+        assert again.data.chunks_asked == chunk
+    free: Any = shardplan.plan(step, *args, axes={"stage": 2}, **options)
+    assert free.data.chunks_asked is None
+
+
 def test_stages_that_do_not_divide_the_devices_become_fewer(caplog: pytest.LogCaptureFixture) -> None:
     step, args = mlp.train_step(layers=2, batch=8, width=8)
     plan = shardplan.plan(step, *args, cluster="2", axes={"stage": 2}, microbatches=2)

@@ -22,6 +22,7 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
+from shardplan.shell.offload_option import read_hosted
 from shardplan.shell.target import call_factory, parameters_of
 
 PLANNING: Mapping[str, str] = {
@@ -29,6 +30,7 @@ PLANNING: Mapping[str, str] = {
     "memory": "memory_limit",
     "microbatches": "microbatches",
     "remat": "remat",
+    "offload": "offload",
     "objective": "objective",
     "backend": "backend",
     "one_choice": "one_choice",
@@ -89,8 +91,8 @@ def sweep(
 
     Args:
         factory: A function that returns (step, args).
-        vary: The values of each setting. "cluster", "memory", "microbatches", "remat", "objective", "backend", "one_choice" and
-            "time_model" are options of planning; every other name is a parameter of the factory.
+        vary: The values of each setting. "cluster", "memory", "microbatches", "remat", "offload", "objective", "backend",
+            "one_choice" and "time_model" are options of planning; every other name is a parameter of the factory.
         options: Parameters of the factory that stay the same.
         price: Dollars for an hour of one device, by the cluster as it is given ("dgx-h100:4"), by its name ("dgx-h100") or by the
             name of its device: the first of these that has a price.
@@ -158,18 +160,19 @@ def _rows(
             cluster, _ = resolve_cluster(given)
             clusters[id(given)] = cluster, None if price is None else _price(price, given, cluster)
         cluster, rate = clusters[id(given)]
-        _check_options(plans)
+        _check_options(plans, cluster)
         limit = memory_limit(plans.get("memory_limit"), cluster.device, os.environ)
         rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate))
     order = {row.step: row.place for row in reversed(rows)}
     return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place))
 
 
-def _check_options(plans: Mapping[str, Any]) -> None:
+def _check_options(plans: Mapping[str, Any], cluster: Cluster) -> None:
     """Refuses values of options before anything is planned."""
     defaults = {"objective": "time", "time_model": "overlap", "time_budget_s": None, "one_choice": "auto", "remat": "none"}
     checked_options(**{name: plans.get(name, default) for name, default in defaults.items()})
     chosen(plans.get("backend", "auto"))
+    read_hosted(plans.get("offload", "none"), cluster)
 
 
 def _price(price: Mapping[str, float], given: ClusterLike, cluster: Cluster) -> float:

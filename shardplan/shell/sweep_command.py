@@ -29,7 +29,7 @@ def add_sweep_command(commands: Any) -> None:
         action="append",
         required=True,
         metavar="NAME=V1,V2,...",
-        help="values of a setting: cluster, memory, microbatches, remat, objective, backend, one-choice, time-model, "
+        help="values of a setting: cluster, memory, microbatches, remat, offload, objective, backend, one-choice, time-model, "
         "or a parameter of the factory; may be repeated, for all combinations",
     )
     one.add_argument(
@@ -80,6 +80,7 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
     >>> read_vary(["batch=32,64", "dims=(1, 2),(3, 4)", "cluster=2x4,dgx-h100:2"])
     {'batch': [32, 64], 'dims': [(1, 2), (3, 4)], 'cluster': ['2x4', 'dgx-h100:2']}
     """
+    from shardplan.shell.offload_option import read_offload
     from shardplan.shell.target import literal
 
     found: dict[str, list[Any]] = {}
@@ -91,7 +92,13 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise ShardplanError(f"--vary {text}: write it as NAME=VALUE,VALUE, for example batch=32,64")
         if name in found:
             raise ShardplanError(f"--vary gives {name!r} twice: give all of its values at once")
-        found[name] = parts if name in ("cluster", "memory") else [literal(part) for part in parts]
+        match name:
+            case "cluster" | "memory":
+                found[name] = parts
+            case "offload":
+                found[name] = [read_offload([part]) for part in parts]
+            case _:
+                found[name] = [literal(part) for part in parts]
     return found
 
 

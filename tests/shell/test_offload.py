@@ -60,6 +60,17 @@ def test_gpt_is_equal_with_its_moments_in_host_memory(backend: str) -> None:
     assert found.equal, (found.worst, found.unequal)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("options", [{"remat": "auto"}, {"microbatches": 2}], ids=str)
+def test_moments_in_host_memory_go_with_less_memory_of_other_kinds(name: str, options: dict[str, Any]) -> None:
+    alone, _, _ = planned(name)
+    plan, step, args = planned(name, memory_limit=int(0.95 * alone.peak_bytes), **options)
+    assert plan.peak_bytes < alone.peak_bytes
+    found = verify(plan, step, args, steps=3, devices=jax.devices()[:8])
+    assert found.passed, found
+
+
 @pytest.mark.quick
 def test_each_array_waits_for_a_value_and_for_the_copy_before_it() -> None:
     plan, _, _ = planned("mlp")

@@ -107,6 +107,19 @@ def test_a_point_that_does_not_fit_says_what_would(run: Run) -> None:
     assert "in this sweep it fits with memory=1GiB" in small["remedy"]
 
 
+def test_what_stays_in_host_memory_varies(run: Run) -> None:
+    words = ["--cluster", "dgx-h100:1", "--vary", "offload=none,auto,*/mu/*", "--vary", "memory=40GiB,6MiB"]
+    code, text, _ = run("sweep", "models.mlp:train_step", "--set", "layers=5", "--set", "width=1024", *words, "--json")
+    assert code == 0
+    point = {(str(p["settings"]["offload"]), p["settings"]["memory"]): p for p in json.loads(text)["points"]}
+    assert point["auto", "40GiB"]["step_time_s"] == point["none", "40GiB"]["step_time_s"], "what fits stays on the devices"
+    assert not point["none", "6MiB"]["fits"]
+    assert "offload=auto" in point["none", "6MiB"]["remedy"]
+    assert point["auto", "6MiB"]["fits"]
+    assert point["auto", "6MiB"]["step_time_s"] > point["none", "40GiB"]["step_time_s"]
+    assert point["['*/mu/*']", "40GiB"]["peak_bytes"] < point["none", "40GiB"]["peak_bytes"]
+
+
 def test_the_text_lists_what_has_no_plan() -> None:
     fits = Point({"memory": "1GiB"}, 2, step_time_s=1e-3, samples=32, peak_bytes=9000, limit_bytes=2**30)
     small = Point({"memory": "4KiB"}, 2, peak_bytes=9000, limit_bytes=4096, remedy="needs a memory limit of 9KiB")

@@ -189,12 +189,12 @@ def test_a_run_goes_on_after_a_node_is_lost_and_one_is_added(eager: Any, backend
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5)
 
 
-def test_a_checkpoint_is_restored_in_the_layouts_of_another_plan(
-    planned: tuple[shardplan.Plan, Any, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("offload", ["none", ["*/velocity/*"]], ids=["on devices", "velocities in host memory"])
+def test_a_checkpoint_is_restored_in_the_layouts_of_another_plan(eager: Any, offload: Any, tmp_path: Path) -> None:
     """The recipe of docs/replanning.md."""
     ocp = pytest.importorskip("orbax.checkpoint")
-    plan, _, args = planned
+    step, args = train_step()
+    plan = shardplan.plan(step, *args, cluster=eager, donate_argnums=0, offload=offload)
     state = plan.put(args)[0]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
@@ -208,4 +208,7 @@ def test_a_checkpoint_is_restored_in_the_layouts_of_another_plan(
 
     for a, b, s in zip(*map(jax.tree.leaves, (restored, args[0], new.in_shardings(mesh)[0])), strict=True):
         assert a.sharding.is_equivalent_to(s, a.ndim)
+        assert a.sharding.memory_kind == s.memory_kind
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(restored)}
+    assert kinds == ({"device"} if offload == "none" else {"device", "pinned_host"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,13 +43,11 @@ class Laying:
     def positions(self) -> list[int]:
         """The index along all axes together of each device, in the hierarchy's order."""
         parts = [part for entry in self.entries for part in entry]
-        result: list[int] = []
-        for at in itertools.product(*(range(size) for _, size, _ in parts)):
-            along = [0] * len(self.axes)
-            for (axis, _, stride), c in zip(parts, at, strict=True):
-                along[axis] += c * stride
-            result.append(int(np.ravel_multi_index(along, self.sizes)))
-        return result
+        sizes = [size for _, size, _ in parts]
+        along = np.zeros((len(self.axes), math.prod(sizes)), np.int64)
+        for (axis, _, stride), at in zip(parts, np.indices(sizes).reshape(len(parts), -1 if parts else 1), strict=True):
+            along[axis] += at * stride
+        return np.ravel_multi_index(tuple(along), self.sizes).tolist()
 
     def offsets(self) -> list[int]:
         """The index along all axes together of each setting of the parts outside the hierarchy; [0] if there are none."""

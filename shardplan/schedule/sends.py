@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from typing import assert_never
 
 import numpy as np
@@ -227,8 +227,7 @@ class _Reader:
             case Collective.REDUCE_SCATTER | Collective.ALL_GATHER if step.program and (
                 step.kind == Collective.ALL_GATHER or move.reducer == "sum"
             ):
-                program, laying = self.program(step)
-                yield from _of_program(program, laying, size, self.everywhere(laying), partial(at, width))
+                yield from self.of_program(*self.program(step), size, partial(at, width))
             case Collective.REDUCE_SCATTER if move.reducer != "sum":
                 yield at(width, Collective.ALL_TO_ALL, self.groups(step.over), size)
             case Collective.REDUCE_SCATTER | Collective.ALL_GATHER | Collective.ALL_TO_ALL:
@@ -243,7 +242,7 @@ class _Reader:
         if reducer == "sum" and step.program:
             program, laying = self.program(step)
             divisor = smallest_part(program, laying.shape)
-            yield from _of_program(program, laying, -(-size // divisor) * divisor, self.everywhere(laying), send)
+            yield from self.of_program(program, laying, -(-size // divisor) * divisor, send)
         elif reducer == "prod" or (reducer in ("and", "or") and dtype != "bool"):
             yield send(Collective.ALL_GATHER, self.groups(step.over), size)
         else:
@@ -254,13 +253,9 @@ class _Reader:
         program, of = read(self.network, step.over, step.program)
         return program, of.laying(self.planned.names)
 
-    def everywhere(self, laying: Laying) -> Callable[[Sequence[Sequence[int]]], Groups]:
-        """What turns groups of indices along a laying's axes into groups of devices, for every place along the other axes."""
-        names, sizes = self.planned.names, self.sizes
-        inside = [names.index(axis) for axis in laying.names]
-        rest = [f for f in range(len(sizes)) if f not in inside]
-        devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))
-        return lambda among: tuple(tuple(int(row[i]) for i in group) for row in devices for group in among)
+    def of_program(self, program: Reduction, laying: Laying, size: int, send: _Sender) -> Iterator[Send]:
+        """The collective instructions of a program on ``size`` elements a device."""
+        return _of_program(_program_steps(program, laying, self.planned.names, self.sizes), size, send)
 
     def _groups(self, over: tuple[int, ...]) -> Groups:
         """The groups of devices along some factors."""
@@ -320,15 +315,39 @@ def _send(scope: str, times: float, tensor: int, line: str, width: int, kind: Co
     return Send(scope, kind, groups, size * width, wire, times, tensor, line)
 
 
-def _of_program(
-    program: Reduction, laying: Laying, size: int, everywhere: Callable[[Sequence[Sequence[int]]], Groups], send: _Sender
-) -> Iterator[Send]:
-    """The collective instructions of a program on ``size`` elements a device, as `shardplan.collectives.lower` runs it."""
-    everyone = math.prod(laying.sizes)
+@dataclass(frozen=True, slots=True)
+class _ProgramStep:
+    """A step of a program on a mesh: the devices of a group, whether some devices are in none, and the groups if all are."""
+
+    collective: Collective
+    members: int
+    masters: bool
+    groups: Groups
+
+
+@lru_cache(maxsize=256)
+def _program_steps(
+    program: Reduction, laying: Laying, names: tuple[str, ...], sizes: tuple[int, ...]
+) -> tuple[_ProgramStep, ...]:
+    """The steps of a program that lies so on a mesh with these axes."""
+    inside = [names.index(axis) for axis in laying.names]
+    rest = [f for f in range(len(sizes)) if f not in inside]
+    devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))
+    found: list[_ProgramStep] = []
     for step in program.steps:
-        among = laying.groups(step)
-        members = len(among[0])
-        masters = sum(map(len, among)) < everyone
+        among = np.array(
+            laying.groups(step)
+        )  # [groups, members] along the laying's axes; those exist at every place of the others
+        masters = among.size < math.prod(laying.sizes)
+        groups = () if masters else tuple(map(tuple, devices[:, among].reshape(-1, among.shape[1]).tolist()))
+        found.append(_ProgramStep(step.collective, among.shape[1], masters, groups))
+    return tuple(found)
+
+
+def _of_program(program: Sequence[_ProgramStep], size: int, send: _Sender) -> Iterator[Send]:
+    """The collective instructions of a program on ``size`` elements a device, as `shardplan.collectives.lower` runs it."""
+    for step in program:
+        members, masters = step.members, step.masters
         rounds = len(binomial_rounds(members))
         match step.collective:
             case Collective.REDUCE | Collective.BROADCAST:
@@ -341,11 +360,11 @@ def _of_program(
             case Collective.ALL_GATHER if masters:
                 yield from itertools.repeat(send(Collective.PERMUTE, (), size), members - 1)
             case Collective.ALL_REDUCE:
-                yield send(Collective.ALL_REDUCE, everywhere(among), size)
+                yield send(Collective.ALL_REDUCE, step.groups, size)
             case Collective.REDUCE_SCATTER:
-                yield send(Collective.REDUCE_SCATTER, everywhere(among), size)
+                yield send(Collective.REDUCE_SCATTER, step.groups, size)
             case Collective.ALL_GATHER:
-                yield send(Collective.ALL_GATHER, everywhere(among), size)
+                yield send(Collective.ALL_GATHER, step.groups, size)
         if step.collective == Collective.REDUCE_SCATTER:
             size //= members
         elif step.collective == Collective.ALL_GATHER:

@@ -110,11 +110,10 @@ class Concurrency:
         self._column = np.searchsorted(busy, np.arange(n + 1))  # [n + 1]: the first busy task from each task on
         self._weight = self._work[busy]
         self._until = np.concatenate([[0.0], np.cumsum(self._weight)])
-        own = np.zeros((n, -(-len(busy) // 8)), np.uint8)
-        at = np.arange(len(busy))
-        own[busy, at // 8] = (128 >> (at % 8)).astype(np.uint8)
-        self._before = _reached(waits_for, own, range(n))
-        self._after = _reached(follows, own, range(n - 1, -1, -1))
+        bits = np.full(n, -1)
+        bits[busy] = np.arange(len(busy))
+        self._before = _reached(waits_for, bits.tolist(), len(busy), range(n))
+        self._after = _reached(follows, bits.tolist(), len(busy), range(n - 1, -1, -1))
         self._last_heavy = _nearest(waits_for, heavy, range(n), -1, max)
         self._next_heavy = _nearest(follows, heavy, range(n - 1, -1, -1), n, min)
         self._heavy = heavy
@@ -165,14 +164,22 @@ class Concurrency:
         return float(bits @ self._weight[low:high])
 
 
-def _reached(neighbours: Sequence[Sequence[int]], own: NDArray[np.uint8], order: range) -> NDArray[np.uint8]:
-    """[n, bytes]: as bits, the tasks that each task reaches through its neighbours, which come before it in ``order``."""
-    rows = np.zeros_like(own)
+def _reached(neighbours: Sequence[Sequence[int]], bits: Sequence[int], count: int, order: range) -> NDArray[np.uint8]:
+    """[n, bytes]: the tasks that each task reaches through its neighbours, which come before it in ``order``, as ``count`` bits.
+
+    ``bits[i]`` is the bit of task i (-1: it has none).
+    """
+    rows = np.zeros((len(bits), -(-count // 8)), np.uint8)
     for i in order:
         row = rows[i]
-        for j in neighbours[i]:
-            row |= rows[j]
-            row |= own[j]
+        for n, j in enumerate(neighbours[i]):
+            if n:
+                row |= rows[j]
+            else:
+                row[:] = rows[j]
+            at = bits[j]
+            if at >= 0:
+                row[at >> 3] |= 128 >> (at & 7)
     return rows
 
 

@@ -97,6 +97,7 @@ class Resharder:
         self._layouts: dict[tuple[tuple[int, ...], int, int], Layout] = {}
         self._ways: dict[Name, Ways] = {}
         self._full: dict[Name, float] = {}
+        self._with: dict[tuple[StepKind, tuple[int, ...], str], list[list[float]]] = {}
         self._legal: dict[tuple[tuple[int, ...], bool], NDArray[np.bool_]] = {}
         self._masks: dict[tuple[int, ...], bytes] = {}
         # by rank and legal states: each state's leader, and its names of the leader's dims
@@ -171,9 +172,11 @@ class Resharder:
 
     def seconds_with(self, kind: StepKind, over: tuple[int, ...], nbytes: float, program: str) -> float:
         """One collective's time as this program (empty: the collective itself, by the best of its algorithms)."""
-        way = self._way(kind, over)
-        own = [n for n, text in enumerate(way.programs) if text == program]
-        return float(np.min(way.lines[own, 0] + way.lines[own, 1] * nbytes))
+        key = kind, over, program
+        if key not in self._with:
+            way = self._way(kind, over)
+            self._with[key] = way.lines[[text == program for text in way.programs]].tolist()
+        return min(latency_s + per_byte * nbytes for latency_s, per_byte in self._with[key])
 
     def full_bytes(self, kind: StepKind, over: tuple[int, ...]) -> float:
         """The bytes at which a bundle has gained what it can; infinite where bytes take no time."""

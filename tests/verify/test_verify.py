@@ -84,7 +84,8 @@ def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
 
 @pytest.mark.slow
 def test_leaving_out_any_one_exchange_is_noticed_in_bfloat16(devices: list[Any]) -> None:
-    step, args = small(batch=2048, dtype="bfloat16")
+    step, (state, batch) = small(batch=2048, dtype="bfloat16")
+    args = state, {**batch, "y": batch["y"] * jnp.linspace(0, 2, 2048)[:, None]}  # the mean over some rows is that of no others
     plan = shardplan.plan(step, *args, cluster=shardplan.Cluster.load("gcp-a100").resized(2, 2), pins=PINS)
     assert verify(plan, step, args).passed
     emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)
@@ -159,8 +160,8 @@ def test_what_a_perturbation_makes_infinite_may_be_infinite() -> None:
 
 @pytest.mark.parametrize(
     ("error", "drawn_in_all", "equal"),
-    [(0.5, 5, True), (3.0, 15, True), (4.5, 30, False), (11.0, 5, False)],
-    ids=["equal", "equal once more are drawn", "unequal by any", "far beyond"],
+    [(0.5, 5, True), (3.0, 15, True), (4.5, 30, False)],
+    ids=["equal", "equal once more are drawn", "unequal by any"],
 )
 def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: int, equal: bool) -> None:
     """The first ten change a leaf by 0.1, all others by 0.4: ten times that is the tolerance."""

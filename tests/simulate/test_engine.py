@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import example, given, settings
 
 from shardplan.errors import ShardplanError
 from shardplan.simulate import busy, event_loop
-from shardplan.simulate.compile_loops import compiled
+from shardplan.simulate.compile_loops import compiled, forget_unreadable
 from shardplan.simulate.engine import NO_CONTENTION, Contention, SimulatedRun, Stream, TaskGraph, simulate
 from tests.oracles import simulation
 from tests.oracles.simulation import Line, Task
@@ -173,3 +175,12 @@ def test_tasks_that_wait_in_a_circle_are_noticed() -> None:
 def test_a_step_of_days_still_fits_into_ticks() -> None:
     run = simulate(graph([Task(10**21, 0, [], 0), Task(10**21, 0, [0], 1)], ONE), Contention())
     assert run.seconds == pytest.approx(2e6)
+
+
+def test_what_was_compiled_before_a_class_was_renamed_is_forgotten(tmp_path: Path) -> None:
+    gone, there = (b"cshardplan.simulate.event_loop\n%s\n." % name for name in (b"Renamed", b"State"))
+    files = {"loop.a-1": ("1.0", gone), "loop.b-2": ("1.0", there), "loop.c-3": ("0.9", gone), "other.a-1": ("1.0", gone)}
+    for name, (version, classes) in files.items():
+        (tmp_path / f"{name}.py313.nbi").write_bytes(pickle.dumps(version) + classes)
+    forget_unreadable(tmp_path, "loop.*.nbi", "1.0")
+    assert {file.name.removesuffix(".py313.nbi") for file in tmp_path.iterdir()} == files.keys() - {"loop.a-1"}

@@ -89,6 +89,24 @@ def test_an_argument_that_an_op_needs_whole_stays_whole() -> None:
     assert cut == ["state/blocks/up"]
 
 
+def test_a_loop_that_takes_no_slices_of_layers_stays_whole() -> None:
+    """It reads a mean of each layer, all at once, and runs as often as there are layers."""
+
+    def step(w: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def layer(h: jax.Array, own: Tree) -> tuple[jax.Array, jax.Array]:
+            h = h + jnp.tanh(h @ own["up"])
+            return h, jnp.mean(h)
+
+        _, means = jax.lax.scan(layer, x, w)
+        total = jax.lax.scan(lambda c, _: (c + jnp.cumsum(c)[-1] * means, None), jnp.ones(LAYERS), None, length=LAYERS)[0]
+        return {"up": w["up"] * 0.9}, total
+
+    found = in_layer_parts(trace(step, {"up": stacked(LAYERS)["up"]}, jnp.ones((BATCH, WIDTH))).program, 2)
+    assert found is not None
+    loops = [op for op in found[0].ops if op.control == "scan"]
+    assert [(part_in(op.scope), op.params["length"]) for op in loops] == [(0, 2), (1, 2), (None, 4)]
+
+
 @pytest.mark.parametrize("layers", [1, 4])
 def test_a_step_without_a_loop_over_weights_has_no_parts(layers: int) -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:

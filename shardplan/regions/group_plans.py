@@ -57,13 +57,15 @@ class GroupPlanner:
     def _as_one(self, found: Sequence[Made]) -> tuple[Made, ...]:
         """The plans with the layouts of one group's arrays pinned in the others."""
         refused: list[MemoryLimitError] = []
+        tried = list(found)
         for n in sorted(range(len(found)), key=lambda n: -step_time_s(found[n].planned.found)):
             factors, layouts = self._array_layouts(n, found[n])
             made = list(found)
             try:
                 for g in range(len(found)):
                     if g != n:
-                        made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(made))
+                        made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(tried))
+                        tried.append(made[g])
                 return tuple(made)
             except MemoryLimitError as error:
                 refused.append(error)

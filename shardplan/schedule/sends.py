@@ -317,7 +317,9 @@ def _send(scope: str, times: float, tensor: int, line: str, width: int, kind: Co
 
 @dataclass(frozen=True, slots=True)
 class _ProgramStep:
-    """A step of a program on a mesh: the devices of a group, whether some devices are in none, and the groups if all are."""
+    """A step of a program on a mesh, in groups of so many ``members``. With ``masters``, some devices are in no group, and permutes
+    stand for the collective; else every device is in one of ``groups``.
+    """
 
     collective: Collective
     members: int
@@ -335,9 +337,7 @@ def _program_steps(
     devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))
     found: list[_ProgramStep] = []
     for step in program.steps:
-        among = np.array(
-            laying.groups(step)
-        )  # [groups, members] along the laying's axes; those exist at every place of the others
+        among = np.array(laying.groups(step))  # [groups, members], at one place along the other axes
         masters = among.size < math.prod(laying.sizes)
         groups = () if masters else tuple(map(tuple, devices[:, among].reshape(-1, among.shape[1]).tolist()))
         found.append(_ProgramStep(step.collective, among.shape[1], masters, groups))

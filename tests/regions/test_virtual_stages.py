@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from models import gpt
 from shardplan.dag.pipelines import folded, looped
 from shardplan.mesh import Cluster
 from shardplan.placement.device_topology import DeviceTopology
+from shardplan.planning.planner import Made
+from shardplan.regions import group_plans
 from shardplan.regions.dispatch import Dispatch, Issue, dispatched
 from shardplan.regions.schedules import started, waiting_tasks
 from shardplan.regions.tasks import PlacedTaskGraph
@@ -93,6 +96,34 @@ def test_an_interrupt_of_the_second_order_of_chunks_keeps_the_first(monkeypatch:
     monkeypatch.setattr(placements, "chunked_plan", chunked)
     plan = pipeline(*residual(4), microbatches=2, chunk=2)
     assert (plan.chunks, plan.stopped) == (looped(2, 2), "interrupted")
+
+
+def test_an_interrupt_of_chunks_that_are_slower_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = placements.chunked_plan
+
+    def chunked(asked: Any, program: Any, groups: Any, chunks: tuple[int, ...]) -> PlacedPlan:
+        plan = real(asked, program, groups, chunks)
+        return plan.chosen_among((), "interrupted") if chunks == folded(2) else plan
+
+    monkeypatch.setattr(placements, "chunked_plan", chunked)
+    monkeypatch.setattr(placements, "_step_s", lambda plan: plan.chunks == folded(2))
+    plan = pipeline(*residual(4), microbatches=2, chunk=2)
+    assert (plan.chunks, plan.stopped) == (looped(2, 2), "interrupted")
+
+
+def test_an_interrupt_of_one_stage_cuts_all_later_ones_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, limited = group_plans.planned, list[bool]()
+
+    def planned(program: Any, searcher: Any, origin: str, *, recompute: bool) -> Made:
+        limited.append(searcher.wanted.deadline is not None)
+        made = real(program, searcher, origin, recompute=recompute)
+        return replace(made, stopped="interrupted") if len(limited) == 1 else made
+
+    monkeypatch.setattr(group_plans, "planned", planned)
+    step, args = residual(4)
+    plan = shardplan.plan(step, *args, cluster=machine("4:eager"), axes={"stage": 4, "chunk": 1}, microbatches=4)
+    assert limited == [False, True, True, True]
+    assert cast(PlacedPlan, plan).stopped == "interrupted"
 
 
 def test_a_chunk_runs_its_passes_on_its_group(chosen: PlacedPlan) -> None:

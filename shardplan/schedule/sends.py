@@ -317,8 +317,8 @@ def _send(scope: str, times: float, tensor: int, line: str, width: int, kind: Co
 
 @dataclass(frozen=True, slots=True)
 class _ProgramStep:
-    """A step of a program on a mesh, in groups of so many ``members``. With ``masters``, some devices are in no group, and permutes
-    stand for the collective; else every device is in one of ``groups``.
+    """A step of a program on a mesh, in groups of so many ``members``. With ``masters``, some devices are in no group, and
+    permutes stand for the collective; else every device is in one of ``groups``.
     """
 
     collective: Collective

@@ -10,9 +10,9 @@ import numpy as np
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.group_reductions import members_of
+from shardplan.placement.mcmc import layers_of
 from shardplan.placement.operators import Edge
 from shardplan.placement.placement_problem import PlacementProblem
-from shardplan.placement.restrictions import layers_of
 from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.tensor_transfers import SharedRegions, backward_transfers, forward_transfers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -53,15 +53,14 @@ def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int 
     anneal(problem, start, np.random.default_rng(seed + 1), ChainLimits(proposals=3), engine="numba")  # compiles
     sampled, drawn, different = list[Strategy](), 0, 0
 
-    def noted(*given: Any) -> tuple[int, Configuration]:
+    def noted(*given: Any) -> dict[int, Configuration]:
         nonlocal drawn, different
-        i, chosen = propose(*given)
-        strategy = given[1]
-        different += chosen != strategy[i]
+        changed, strategy = propose(*given), cast(Strategy, given[1])
+        different += any(strategy[i] != own for i, own in changed.items())
         if drawn % max(1, proposals // FULL) == 0:
-            sampled.append((*strategy[:i], chosen, *strategy[i + 1 :]))
+            sampled.append(tuple(changed.get(i, own) for i, own in enumerate(strategy)))
         drawn += 1
-        return i, chosen
+        return changed
 
     began = time.process_time()
     limits = ChainLimits(proposals=proposals, rule=False)

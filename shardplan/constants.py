@@ -43,6 +43,8 @@ class Constants:
     from_neighbour: float = 0.4
     """The part of proposals that take the devices of an operator next to the one that changes: what is beside data moves little.
     Choice."""
+    whole_layers: float = 0.5
+    """The part of proposals that change all operators of a layer at once. Choice."""
     merge_loss: float = 0.02
     """What chains find is merged into fewer regions as long as a step takes at most this much longer: regions are planned inside
     afterwards, and each border between two costs launches that the simulation leaves out. Choice."""

@@ -188,7 +188,7 @@ class MemoryLimitError(ShardplanError):
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
     may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments were in
-    host memory. ``grouped``: the step runs on groups of devices, where neither can be had. ``origin`` says where the limit comes
+    host memory. ``grouped``: the step runs on groups of devices, which support neither. ``origin`` says where the limit comes
     from, if not from the user.
     """
 

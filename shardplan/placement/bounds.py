@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,9 @@ class Loads:
         for i, chosen in enumerate(strategy):
             self.ticks += self._own(i, chosen)
 
-    def with_change(self, i: int, before: Configuration, after: Configuration) -> int:
-        """The most ticks of a device if operator i changes."""
-        return int((self.ticks - self._own(i, before) + self._own(i, after)).max())
-
-    def change(self, i: int, before: Configuration, after: Configuration) -> None:
-        """Changes operator i."""
-        self.ticks += self._own(i, after) - self._own(i, before)
+    def changed(self, before: Mapping[int, Configuration], after: Mapping[int, Configuration]) -> Ints:
+        """[n]: the ticks of each device if some operators change."""
+        return self.ticks + sum(self._own(i, own) - self._own(i, before[i]) for i, own in after.items())
 
     def _own(self, i: int, chosen: Configuration) -> Ints:
         devices = np.array(chosen.devices)

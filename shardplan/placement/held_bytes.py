@@ -11,7 +11,7 @@ All of these are counted as if they lived through the whole step. Temporary buff
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 
@@ -54,11 +54,12 @@ class Memory:
         """Whether no device holds more than its memory."""
         return bool(np.all(self.bytes <= self._problem.machine.memory_bytes))
 
-    def changed(self, strategy: Sequence[Configuration], i: int, before: Configuration) -> bool:
-        """Takes over a strategy whose operator i had another configuration before, if it fits in memory; whether it does."""
-        was = list(strategy)
-        was[i] = before
-        held = self.bytes - self._around(was, i) + self._around(strategy, i)
+    def changed(self, strategy: Sequence[Configuration], before: Mapping[int, Configuration]) -> bool:
+        """Takes over a strategy, some operators of which were configured otherwise ``before``, if it fits in memory; whether it
+        does.
+        """
+        was = [before.get(i, own) for i, own in enumerate(strategy)]
+        held = self.bytes - self._around(was, before) + self._around(strategy, before)
         if np.any(held > self._problem.machine.memory_bytes):
             return False
         self.bytes = held
@@ -75,12 +76,16 @@ class Memory:
         )
         return more
 
-    def _around(self, strategy: Sequence[Configuration], i: int) -> Ints:
-        """[n]: the bytes that depend on the configuration of operator i."""
-        count = self._problem.machine.count
-        received = [self._received(e, strategy) for e in self._edges[i]]
-        weights = [_held(w, nbytes, strategy, count) for w, nbytes in self._arguments[i]]
-        return sum([*received, *weights], _activations(self._problem.graph.operators[i].saved, strategy[i], count))
+    def _around(self, strategy: Sequence[Configuration], operators: Iterable[int]) -> Ints:
+        """[n]: the bytes that depend on the configurations of some operators."""
+        count, total = self._problem.machine.count, np.zeros(self._problem.machine.count, np.int64)
+        for i in operators:
+            total += _activations(self._problem.graph.operators[i].saved, strategy[i], count)
+        for e in {id(e): e for i in operators for e in self._edges[i]}.values():
+            total += self._received(e, strategy)
+        for w, nbytes in {id(row): row for i in operators for row in self._arguments[i]}.values():
+            total += _held(w, nbytes, strategy, count)
+        return total
 
     def _received(self, edge: Edge, strategy: Sequence[Configuration]) -> Ints:
         made, read = strategy[edge.producer], strategy[edge.consumer]

@@ -1,16 +1,17 @@
 """Search by Markov chain Monte Carlo (FlexFlow, section 6): Metropolis-Hastings with the simulator as its oracle.
 
-A proposal gives one operator, drawn at random, a random configuration, or a random one on the devices of a neighbour. It is
-accepted with probability min(1, exp(beta * (cost(S) - cost(S*)) / cost(S))): equation 1 on relative costs, so that one ``beta``
-serves steps of any length. The draw comes first, so the simulation knows the largest cost that is accepted, and stops once a
-step must exceed it. Proposals are not symmetric, and the acceptance does not correct for it: chains do not sample equation 1.
+A proposal gives an operator, drawn at random, or its whole layer (the steps of an unrolled recurrence) a random configuration,
+or a random one on the devices of a neighbour. It is accepted with probability min(1, exp(beta * (cost(S) - cost(S*)) /
+cost(S))): equation 1 on relative costs, so that one ``beta`` serves steps of any length. The draw comes first, so the
+simulation knows the largest cost that is accepted, and stops once a step must exceed it. Proposals are not symmetric, and the
+acceptance does not correct for it: chains do not sample equation 1.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardplan.placement.configurations import (
     random_configuration,
 )
 from shardplan.placement.held_bytes import Memory, may_exceed
+from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine
 
@@ -62,10 +64,18 @@ Observer = Callable[[float, float], None]
 """Called with the seconds of the best step and the fraction of the budget that has passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Related:
+    """For each operator, its ``neighbours``, with which it shares a tensor or a weight, and its ``layer``, itself among them."""
+
+    neighbours: tuple[tuple[int, ...], ...]
+    layer: tuple[tuple[int, ...], ...]
+
+
 Proposer = Callable[
-    [PlacementProblem, Sequence[Configuration], Sequence[Sequence[int]], np.random.Generator], tuple[int, Configuration]
+    [PlacementProblem, Sequence[Configuration], Related, np.random.Generator, Sequence[Group] | None], Mapping[int, Configuration]
 ]
-"""Draws an operator and another configuration for it, given the present strategy and the neighbours of each operator."""
+"""Draws operators with another configuration for each, given the present strategy. They are cut over ``groups`` (None: any)."""
 
 
 def least_proposals(operators: int) -> int:
@@ -76,27 +86,48 @@ def least_proposals(operators: int) -> int:
 def propose(
     problem: PlacementProblem,
     strategy: Sequence[Configuration],
-    neighbours: Sequence[Sequence[int]],
+    related: Related,
     draw: np.random.Generator,
     groups: Sequence[Group] | None = None,
-) -> tuple[int, Configuration]:
-    """An operator and another configuration for it, both at random; some on the devices of one of its ``neighbours``.
+) -> dict[int, Configuration]:
+    """An operator or its layer, and another configuration for it, at random; some on the devices of a neighbour.
 
     ``groups[i]`` are the devices over which operator i is cut (None: any).
     """
     i = int(draw.integers(len(strategy)))
-    operator, near = problem.graph.operators[i], neighbours[i]
+    chosen = _other(problem, strategy, i, related.neighbours[i], draw, groups)
+    if draw.random() >= CONSTANTS.whole_layers:
+        return {i: chosen}
+    return {j: chosen for j in related.layer[i] if groups is None or set(groups[j]) == set(groups[i])}
+
+
+def _other(
+    problem: PlacementProblem,
+    strategy: Sequence[Configuration],
+    i: int,
+    near: Sequence[int],
+    draw: np.random.Generator,
+    groups: Sequence[Group] | None,
+) -> Configuration:
+    """Another configuration for operator i."""
+    operator = problem.graph.operators[i]
     if near and draw.random() < CONSTANTS.from_neighbour:
         devices = strategy[near[int(draw.integers(len(near)))]].devices
         fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
         if fitting and (groups is None or set(devices) == set(groups[i])):
-            return i, Configuration(fitting[int(draw.integers(len(fitting)))], devices)
+            return Configuration(fitting[int(draw.integers(len(fitting)))], devices)
     if groups is not None:
-        return i, configuration_within(operator, problem.machine.cluster.shape, groups[i], draw)
-    return i, random_configuration(operator, problem.machine.cluster.shape, draw, problem.machine.absent)
+        return configuration_within(operator, problem.machine.cluster.shape, groups[i], draw)
+    return random_configuration(operator, problem.machine.cluster.shape, draw, problem.machine.absent)
 
 
-def neighbours_of(problem: PlacementProblem) -> list[list[int]]:
+def related_of(problem: PlacementProblem) -> Related:
+    """What each operator of a step is related to."""
+    layers = {i: layer for layer in layers_of(problem.graph) for i in layer}
+    return Related(neighbours_of(problem), tuple(layers[i] for i in range(len(layers))))
+
+
+def neighbours_of(problem: PlacementProblem) -> tuple[tuple[int, ...], ...]:
     """For each operator those that it shares a tensor or a weight with."""
     near: list[set[int]] = [set() for _ in problem.graph.operators]
     for e in problem.graph.edges:
@@ -105,7 +136,23 @@ def neighbours_of(problem: PlacementProblem) -> list[list[int]]:
     for w in problem.graph.weights:
         for u in w.users:
             near[u].update(w.users)
-    return [sorted(own - {i}) for i, own in enumerate(near)]
+    return tuple(tuple(sorted(own - {i})) for i, own in enumerate(near))
+
+
+def layers_of(graph: OperatorGraph) -> tuple[tuple[int, ...], ...]:
+    """The operators of each layer: they share their weights, or without weights their source line, and their loops.
+
+    OptCNN's operators are in a chain, so that FlexFlow's authors fuse the nodes of a recurrence that share parameters.
+    """
+    weights: dict[int, list[int]] = {}
+    for w, weight in enumerate(graph.weights):
+        for u in weight.users:
+            weights.setdefault(u, []).append(w)
+    found: dict[object, list[int]] = {}
+    for i, operator in enumerate(graph.operators):
+        loops = tuple((loop.extent, loop.kind) for loop in operator.loops)
+        found.setdefault((tuple(weights.get(i, ())), operator.source, loops), []).append(i)
+    return tuple(map(tuple, found.values()))
 
 
 def anneal(
@@ -122,7 +169,7 @@ def anneal(
 ) -> Chain:
     """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected.
 
-    Operator i is cut over the devices ``groups[i]`` (None: any). A ``proposer`` of its own searches a part of the space.
+    A ``proposer`` of its own searches a part of the space.
     """
     began = time.monotonic()
     simulation = problem.simulation(engine)
@@ -132,29 +179,29 @@ def anneal(
     best, best_strategy = simulation.ticks, tuple(start)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
-    count, neighbours = len(problem.graph.operators), neighbours_of(problem)
+    count, related = len(problem.graph.operators), related_of(problem)
     beta = CONSTANTS.beta * count if beta is None else beta
     least = least_proposals(count)
     while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
         proposals += 1
-        drawn = (problem, simulation.strategy, neighbours, draw)
-        i, chosen = proposer(*drawn) if groups is None else propose(*drawn, groups)
+        proposed = proposer(problem, simulation.strategy, related, draw, groups)
         slack = -math.log(1.0 - draw.random()) / beta
-        if chosen == simulation.strategy[i]:
+        before = {i: own for i in proposed if (own := simulation.strategy[i]) != proposed[i]}
+        if not before:
             continue
+        changed = {i: proposed[i] for i in before}
         limit = simulation.ticks + int(simulation.ticks * slack)
-        if loads.with_change(i, simulation.strategy[i], chosen) > limit:
+        if (busy := loads.changed(before, changed)).max() > limit:
             continue
-        before = simulation.strategy[i]
         simulated += 1
-        if simulation.change(i, chosen, limit) is None:
+        if simulation.change(changed, limit) is None:
             simulation.undo()
             continue
-        if memory is not None and not memory.changed(simulation.strategy, i, before):
+        if memory is not None and not memory.changed(simulation.strategy, before):
             simulation.undo()
             continue
         accepted += 1
-        loads.change(i, before, chosen)
+        loads.ticks = busy
         if simulation.ticks < best:
             best, best_strategy = simulation.ticks, tuple(simulation.strategy)
             history.append((proposals, time.monotonic() - began, simulation.seconds))

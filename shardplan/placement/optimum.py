@@ -163,17 +163,12 @@ class _Search:
             self.best, self.best_ticks = tuple(strategy), ticks
 
     def _ticks(self, strategy: Sequence[Configuration]) -> int | None:
-        """The ticks of a strategy, by a delta simulation if one operator changes; None if they are no better than the best."""
-        changed = [i for i, (a, b) in enumerate(zip(strategy, self.simulation.strategy, strict=True)) if a != b]
-        if len(changed) > 1:
-            return self.simulation.full(strategy)
-        ticks = self.simulation.ticks
-        for i in changed:
-            found = self.simulation.change(i, strategy[i], self.best_ticks - 1)
-            if found is None:
-                self.simulation.undo()
-                return None
-            ticks = found
+        """The ticks of a strategy; None if they are no better than the best."""
+        changed = {i: a for i, (a, b) in enumerate(zip(strategy, self.simulation.strategy, strict=True)) if a != b}
+        if not changed:
+            return self.simulation.ticks
+        if (ticks := self.simulation.change(changed, self.best_ticks - 1)) is None:
+            self.simulation.undo()
         return ticks
 
     def _work(self, i: int, n: int) -> int:

@@ -1,13 +1,13 @@
 """Full and delta simulation of strategies (FlexFlow, sections 5.2 and 5.3, Algorithms 1 and 2).
 
 A device or connection runs one task at a time, in the order in which tasks are ready. So nothing that is ready before the first
-change is affected by it: the delta simulation replaces the tasks of the changed operator, keeps the timeline up to that instant
+change is affected by it: the delta simulation replaces the tasks of the changed operators, keeps the timeline up to that instant
 and runs the rest again. Its timeline is that of a full simulation, to the tick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,11 +45,10 @@ class StrategyTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What undoes a change: the state of the pool, and the configuration. The times of the tasks that ran ``again`` are new."""
+    """What undoes a change: the state of the pool, and the configurations. The times of the tasks that ran ``again`` are new."""
 
     mark: Mark
-    operator: int
-    before: Configuration
+    before: Mapping[int, Configuration]
     ticks: int
     reduced: Ints
     again: Ints
@@ -91,8 +90,8 @@ class Simulation:
 
     # -- delta -------------------------------------------------------------------------------------------------------
 
-    def change(self, i: int, chosen: Configuration, limit: int = NEVER) -> int | None:
-        """Gives operator i another configuration and repairs the timeline (Algorithm 2); the ticks of a step.
+    def change(self, changed: Mapping[int, Configuration], limit: int = NEVER) -> int | None:
+        """Gives some operators other configurations and repairs the timeline (Algorithm 2); the ticks of a step.
 
         None once a step is certain to take more than ``limit`` ticks; then only `undo` may follow.
         """
@@ -100,24 +99,27 @@ class Simulation:
         self._settle()
         if pool.top > self._capacity:
             self.full(self.strategy)
-        groups, bundles = self._touched(i)
+        edges = list(dict.fromkeys(e for i in changed for e in s.edges_of[i]))
+        weights = list(dict.fromkeys(w for i in changed for w in s.weights_of[i]))
+        groups, bundles = self._touched(changed, edges, weights)
         mark, top = pool.mark(groups, bundles), pool.top
         now = min(
             (int(pool.ready[pool.base[g] : pool.base[g] + pool.count[g]].min(initial=NEVER)) for g in groups), default=NEVER
         )
-        before, reduced = self.strategy[i], self.builder.reduced.copy()
-        self.strategy[i] = chosen
-        self._tails.change(i, chosen)
-        self.builder.put_operator(i, chosen)
-        for e in s.edges_of[i]:
+        before, reduced = {i: self.strategy[i] for i in changed}, self.builder.reduced.copy()
+        for i, chosen in changed.items():
+            self.strategy[i] = chosen
+            self._tails.change(i, chosen)
+            self.builder.put_operator(i, chosen)
+        for e in edges:
             self.builder.put_edge(e, self.strategy)
-        for w in s.weights_of[i]:
-            self.builder.put_users(w, self.strategy, changed=i)
+        for w in weights:
+            self.builder.put_users(w, self.strategy, changed)
             self.builder.put_weight(w, self.strategy)
-        now = min(now, self._first_release(i, bundles, top))
+        now = min(now, self._first_release(changed, bundles, top))
         pool.ready[top : pool.top] = NEVER
         ticks, again = self._run(now, limit)
-        self._change = _Change(mark, i, before, self.ticks, reduced, again)
+        self._change = _Change(mark, before, self.ticks, reduced, again)
         if ticks == NONE:
             return None
         self.ticks = ticks
@@ -128,27 +130,32 @@ class Simulation:
         change, pool = self._change, self.builder.pool
         assert change is not None, "there is a change to undo"
         pool.go_back(change.mark)
-        self.strategy[change.operator], self.ticks, self._change = change.before, change.ticks, None
+        self.ticks, self._change = change.ticks, None
         self.builder.reduced = change.reduced
-        self._tails.change(change.operator, change.before)
+        for i, chosen in change.before.items():
+            self.strategy[i] = chosen
+            self._tails.change(i, chosen)
 
-    def _touched(self, i: int) -> tuple[list[int], list[int]]:
-        """The groups and bundles that a change of operator i replaces."""
-        s = self.structure
-        groups, bundles = [3 * i, 3 * i + BACKWARD, 3 * i + UPDATE], [2 * i, 2 * i + 1]
-        for e in s.edges_of[i]:
+    def _touched(self, changed: Collection[int], edges: Sequence[int], weights: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The groups and bundles that a change of some operators replaces, with their ``edges`` and ``weights``."""
+        s, groups, bundles = self.structure, list[int](), list[int]()
+        for i in changed:
+            groups += [3 * i, 3 * i + BACKWARD, 3 * i + UPDATE]
+            bundles += [2 * i, 2 * i + 1]
+        for e in edges:
             groups += [s.edge_group(e), s.edge_group(e) + 1]
             bundles += range(s.edge_bundle(e), s.edge_bundle(e) + 4)
-        for w in s.weights_of[i]:
+        for w in weights:
             groups.append(s.weight_group(w) + 1)
-            own = (b for b, u in zip(s.user_bundles[w], self.graph.weights[w].users, strict=True) if u == i)
+            own = (b for b, u in zip(s.user_bundles[w], self.graph.weights[w].users, strict=True) if u in changed)
             bundles += [*own, s.weight_bundles[w], s.weight_bundles[w] + 1]
         return groups, bundles
 
-    def _first_release(self, i: int, bundles: Sequence[int], top: int) -> int:
+    def _first_release(self, changed: Collection[int], bundles: Sequence[int], top: int) -> int:
         """The first instant at which a task that was kept releases one of the new arcs; 0 where a new task waits for nothing."""
         pool = self.builder.pool
-        if not any(e.consumer == i for e in (self.graph.edges[k] for k in self.structure.edges_of[i])):
+        edges = self.graph.edges
+        if any(all(edges[k].consumer != i for k in self.structure.edges_of[i]) for i in changed):
             return 0
         fixed = [b for b in bundles if pool.base[self.structure.sources[b]] < top]
         kept = [s for b in fixed for s in [pool.sources_of(b)] if len(s)]

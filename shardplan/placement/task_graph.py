@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,14 +81,14 @@ class TaskGraphBuilder:
         pool.put_bundle(bundle, sent.source, np.where(remote, pool.base[group] + sent.message, target))
         pool.put_bundle(bundle + 1, np.arange(len(sent.ticks)), target[remote])
 
-    def put_users(self, w: int, strategy: Sequence[Configuration], changed: int | None = None) -> None:
-        """The arcs from the parts that make terms of a weight's gradient; only those of operator ``changed``, if it is given."""
+    def put_users(self, w: int, strategy: Sequence[Configuration], changed: Container[int] | None = None) -> None:
+        """The arcs from the parts that make terms of a weight's gradient; only of operators ``changed``, if they are given."""
         pool, s = self.pool, self.structure
         group = s.weight_group(w)
         if changed is None:
             pool.put_group(group, np.zeros(1, np.int64), np.full(1, -1))
         for b, u in zip(s.user_bundles[w], self.graph.weights[w].users, strict=True):
-            if changed in (None, u):
+            if changed is None or u in changed:
                 parts = np.arange(len(strategy[u].devices))
                 pool.put_bundle(b, parts, np.full(len(parts), pool.base[group]))
 

@@ -66,6 +66,8 @@ class GroupPlanner:
                     if g != n:
                         made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(tried))
                         tried.append(made[g])
+                if _interrupted(tried) and not _interrupted(made):  # that plan was refused
+                    made[0] = replace(made[0], stopped="interrupted")
                 return tuple(made)
             except MemoryLimitError as error:
                 refused.append(error)

@@ -61,7 +61,7 @@ def scope_of(part: int, *, loop: bool) -> str:
 def part_in(scope: str, *, loop: bool = False) -> int | None:
     """The part of the layers for which an op runs, by its scope; with ``loop``, only of the loop over them. None for other ops.
 
-    >>> part_in("microbatches/" + scope_of(2, loop=True)), part_in(scope_of(1, loop=False), loop=True), part_in("layers")
+    >>> part_in("loss/" + scope_of(2, loop=True)), part_in(scope_of(1, loop=False), loop=True), part_in("layers")
     (2, None, None)
     """
     found = _PART.search(scope)

@@ -20,7 +20,7 @@ _OF_A_GROUP = ("compute_s", "communication_s", "communication_bytes", "peak_byte
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDiff:
+class PlanPart:
     """The plan of all devices (``group`` None), or that of the ops of one group, as if they ran in one piece."""
 
     group: int | None
@@ -42,8 +42,8 @@ class View:
     """One plan as a comparison sees it. Arguments, by path, are those of the whole step, each with the part that holds it."""
 
     data: AnyData
-    parts: tuple[GroupDiff, ...]
-    arguments: Mapping[str, tuple[GroupDiff, Argument]]
+    parts: tuple[PlanPart, ...]
+    arguments: Mapping[str, tuple[PlanPart, Argument]]
     results: Mapping[str, str]
     machine: Mapping[str, Any]
     figures: Mapping[str, float]
@@ -92,7 +92,7 @@ def view(data: AnyData) -> View:
 
 
 def _on_all_devices(data: PlanData) -> View:
-    part = GroupDiff(None, data)
+    part = PlanPart(None, data)
     names = ("step_time_s", "compute_s", "communication_s", "host_s", "communication_bytes", "peak_bytes", "host_bytes")
     return View(
         data,
@@ -105,7 +105,7 @@ def _on_all_devices(data: PlanData) -> View:
 
 
 def _on_groups(data: PlacedData) -> View:
-    parts = tuple(GroupDiff(n, plan) for n, plan in enumerate(data.groups))
+    parts = tuple(PlanPart(n, plan) for n, plan in enumerate(data.groups))
     own = [{a.path: a for a in part.plan.arguments} for part in parts]
     meshes = [" x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device" for plan in data.groups]
     runs = sum(row.kind == "task" for row in data.issues)

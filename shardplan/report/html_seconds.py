@@ -19,6 +19,9 @@ _MOST = 300
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint)\(")
 _NO_LAYER = frozenset({"", "while", "body", "cond", "scan", "closed_call", "checkpoint", "remat", "rematted_computation"})
 
+_OWN = "shardplan_"
+"""How the names of scopes begin that transforms of a step add (`shardplan.regions`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class LineSeconds:
@@ -91,11 +94,11 @@ def _layer(node: Node, product: str | None) -> str:
 def layer_of(scope: str) -> str:
     """The named scope of an op without the names of transformations; empty where no name is left.
 
-    >>> [layer_of(s) for s in ("transpose(jvp(block_0))/mlp", "while/body/attention/bqk,bsk->bqs", "jit(step)")]
+    >>> [layer_of(s) for s in ("transpose(jvp(block_0))/mlp", "while/body/attention/bqk,bsk->bqs", "shardplan_stage_0_part")]
     ['block_0/mlp', 'attention', '']
     """
     words = (word.strip("()") for word in _WRAPPER.sub("(", scope).split("/"))
-    return "/".join(w for w in words if w not in _NO_LAYER and not re.search(r"[(),>]", w))
+    return "/".join(w for w in words if w not in _NO_LAYER and not w.startswith(_OWN) and not re.search(r"[(),>]", w))
 
 
 def _function(source: str) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import new_figure, picture_format, rendered
@@ -186,7 +186,17 @@ class Sweep:
 
 def settings_text(settings: Mapping[str, Any]) -> str:
     """Settings as a command line gives them: ``cluster=2x4 batch=64``."""
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+    return " ".join(f"{name}={setting_text(value)}" for name, value in settings.items())
+
+
+def setting_text(value: Any) -> str:
+    """The value of a setting as `shardplan sweep` reads it.
+
+    >>> setting_text(("*/mu/*", "*/nu/*")), setting_text((2, 3))
+    ('[*/mu/*,*/nu/*]', '(2, 3)')
+    """
+    globs = [one for one in cast(tuple[object, ...], value) if isinstance(one, str)] if isinstance(value, tuple) else []
+    return f"[{','.join(globs)}]" if globs else str(cast(object, value))
 
 
 def _picture(sweep: Sweep, suffix: str) -> bytes:

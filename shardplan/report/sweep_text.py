@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.report.sweep import Point, Sweep, settings_text
+from shardplan.report.sweep import Point, Sweep, setting_text, settings_text
 from shardplan.report.tables import seconds, size, table
 
 
@@ -25,7 +25,7 @@ def _table(sweep: Sweep) -> str:
     front, best = sweep.pareto, sweep.best
 
     def row(number: int, point: Point) -> list[object]:
-        cells: list[object] = [number, *(str(point.settings[name]) for name in sweep.varied), point.devices or "-"]
+        cells: list[object] = [number, *(setting_text(point.settings[name]) for name in sweep.varied), point.devices or "-"]
         cells += ["-" if point.step_time_s is None else seconds(point.step_time_s), _rate(point.samples_per_s)]
         cells += [_rate(point.tokens_per_s)] * tokens
         cells += ["-" if point.peak_bytes is None else size(point.peak_bytes)]

@@ -43,7 +43,8 @@ class Copies:
         """A block is copied into another order if other dims precede the dim that is split or joined.
 
         Of a gather or a reduce-scatter, that is the smaller of both blocks: elementwise ops and matrix products take the larger
-        one in any order. Convolutions do not, so what they read is copied too. Of an all-to-all, it is either block.
+        one in any order. Convolutions do not, so what they read is copied too. An all-to-all may copy both what it reads and
+        what it makes.
         """
         change = DimChange.of(step)
         match step.kind:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import assert_never
 
 import numpy as np
@@ -255,7 +255,10 @@ class _Reader:
 
     def of_program(self, program: Reduction, laying: Laying, size: int, send: _Sender) -> Iterator[Send]:
         """The collective instructions of a program on ``size`` elements a device."""
-        return _of_program(_program_steps(program, laying, self.planned.names, self.sizes), size, send)
+        key = "steps", program, laying, self.planned.names
+        if key not in self.network.memo:
+            self.network.memo[key] = _program_steps(program, laying, self.planned.names, self.sizes)
+        return _of_program(self.network.memo[key], size, send)
 
     def _groups(self, over: tuple[int, ...]) -> Groups:
         """The groups of devices along some factors."""
@@ -327,11 +330,10 @@ class _ProgramStep:
     groups: Groups
 
 
-@lru_cache(maxsize=256)
 def _program_steps(
     program: Reduction, laying: Laying, names: tuple[str, ...], sizes: tuple[int, ...]
 ) -> tuple[_ProgramStep, ...]:
-    """The steps of a program that lies so on a mesh with these axes."""
+    """The steps of a program, each with its groups of devices, on a mesh with these axes."""
     inside = [names.index(axis) for axis in laying.names]
     rest = [f for f in range(len(sizes)) if f not in inside]
     devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *inside).reshape(-1, math.prod(laying.sizes))

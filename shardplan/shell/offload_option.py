@@ -16,8 +16,19 @@ def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
     """What stays in host memory; no globs for "none".
 
     Raises:
-        ShardplanError: for a value that is neither.
+        ShardplanError: as `hosted`.
         ClusterError: as `check_host_link`.
+    """
+    if wanted := hosted(given):
+        check_host_link(cluster)
+    return wanted
+
+
+def hosted(given: str | Sequence[str]) -> Hosted:
+    """What stays in host memory, whatever the cluster.
+
+    Raises:
+        ShardplanError: for a value that is none of the words and no globs.
     """
     if given == "none":
         return ()
@@ -26,7 +37,6 @@ def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
         raise ShardplanError(
             f"unsupported offload={given!r}: use 'none', 'auto', or a list of globs of argument paths, such as ['opt_state/*']"
         )
-    check_host_link(cluster)
     return globs or "auto"
 
 

@@ -121,7 +121,7 @@ class Placement:
             if own == other:
                 gains.append(None)
                 continue
-            simulation.change(i, other)
+            simulation.change({i: other})
             gains.append(simulation.seconds - self.step_time_s)
             simulation.undo()
         return tuple(gains)

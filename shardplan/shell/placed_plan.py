@@ -240,8 +240,8 @@ class PlacedPlan(PlannedStep):
         self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)
         return self
 
-    def with_chunks_asked(self, each: int | None) -> PlacedPlan:
-        """This plan, with the number of chunks of each stage that was asked for."""
+    def asked_for_chunks(self, each: int) -> PlacedPlan:
+        """This plan, which notes how many chunks of each stage were asked for."""
         self._data = replace(self._data, chunks_asked=each)
         return self
 

@@ -102,9 +102,9 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
                 "stage holds one part; leave out 'chunk', or unroll the loop"
             )
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
-        return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways).with_chunks_asked(each)
+        return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways).asked_for_chunks(each)
     plan = chunked_plan(asked, staged, groups, looped(stages, 1))
-    return plan.with_chunks_asked(1) if each == 1 else _in_two_chunks(asked, staged, groups, plan)
+    return plan.asked_for_chunks(1) if each == 1 else _in_two_chunks(asked, staged, groups, plan)
 
 
 def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
@@ -237,11 +237,9 @@ def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Seque
 
 
 def _first_stop(plans: Sequence[PlanData]) -> anytime.Stopped:
-    """What ended the search of the first group that was not searched to its end."""
-    for plan in plans:
-        if plan.stopped:
-            return plan.stopped
-    return ""
+    """What ended the search of a group early. After an interrupt, other groups may have been ended by their deadline."""
+    stopped = {plan.stopped for plan in plans}
+    return "interrupted" if "interrupted" in stopped else "time budget" if "time budget" in stopped else ""
 
 
 def _assignment(asked: Asked, placement: PlacementLike) -> Assignment:

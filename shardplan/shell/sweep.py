@@ -22,7 +22,7 @@ from shardplan.search.inference.anytime import Observer
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
-from shardplan.shell.offload_option import read_hosted
+from shardplan.shell.offload_option import hosted
 from shardplan.shell.target import call_factory, parameters_of
 
 PLANNING: Mapping[str, str] = {
@@ -160,19 +160,19 @@ def _rows(
             cluster, _ = resolve_cluster(given)
             clusters[id(given)] = cluster, None if price is None else _price(price, given, cluster)
         cluster, rate = clusters[id(given)]
-        _check_options(plans, cluster)
+        _check_options(plans)
         limit = memory_limit(plans.get("memory_limit"), cluster.device, os.environ)
         rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate))
     order = {row.step: row.place for row in reversed(rows)}
     return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place))
 
 
-def _check_options(plans: Mapping[str, Any], cluster: Cluster) -> None:
+def _check_options(plans: Mapping[str, Any]) -> None:
     """Refuses values of options before anything is planned."""
     defaults = {"objective": "time", "time_model": "overlap", "time_budget_s": None, "one_choice": "auto", "remat": "none"}
     checked_options(**{name: plans.get(name, default) for name, default in defaults.items()})
     chosen(plans.get("backend", "auto"))
-    read_hosted(plans.get("offload", "none"), cluster)
+    hosted(plans.get("offload", "none"))
 
 
 def _price(price: Mapping[str, float], given: ClusterLike, cluster: Cluster) -> float:

@@ -96,10 +96,21 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             case "cluster" | "memory":
                 found[name] = parts
             case "offload":
-                found[name] = [read_offload([part]) for part in parts]
+                found[name] = [read_offload(_globs(part)) for part in parts]
             case _:
                 found[name] = [literal(part) for part in parts]
     return found
+
+
+def _globs(text: str) -> list[str]:
+    """The globs of one value: one, or several in brackets.
+
+    >>> _globs("auto"), _globs("[*/mu/*, '*/nu/*']")
+    (['auto'], ['*/mu/*', '*/nu/*'])
+    """
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    return [one.strip(" '\"") for one in text[1:-1].split(",")]
 
 
 def read_prices(file: str) -> dict[str, float]:

@@ -27,20 +27,22 @@ def compiled(functions: Functions) -> dict[str, Callable[..., Any]] | None:
     for function in functions:
         name = function.__name__
         space[name] = numba.njit(_nrt=False, cache=True)(FunctionType(function.__code__, space, name))
-        pattern = f"{Path(function.__code__.co_filename).stem}.{name}-*.nbi"
-        forget_unreadable(Path(space[name].stats.cache_path), pattern, numba.__version__)
+        if (stats := getattr(space[name], "stats", None)) is not None:  # None where Numba is told not to compile
+            pattern = f"{Path(function.__code__.co_filename).stem}.{name}-*.nbi"
+            forget_unreadable(Path(stats.cache_path), pattern, numba.__version__)
     return {function.__name__: space[function.__name__] for function in functions}
 
 
 def forget_unreadable(directory: Path, pattern: str, version: str) -> None:
-    """Deletes the indexes of compiled functions that name a class which an upgrade has renamed: this ``version`` of Numba fails
-    on such an index before it looks whether the source has changed.
+    """Deletes the indexes of compiled functions that name a class which an upgrade has renamed, or that are cut off: this
+    ``version`` of Numba fails on such an index before it looks whether the source has changed.
     """
     for index in directory.glob(pattern):
-        with index.open("rb") as file:
-            if pickle.load(file) != version:
-                continue  # Numba does not read on either
-            try:
-                pickle.load(file)
-            except (AttributeError, ImportError):
-                index.unlink(missing_ok=True)
+        try:
+            with index.open("rb") as file:
+                if pickle.load(file) == version:  # of another version, Numba does not read on either
+                    pickle.load(file)
+        except FileNotFoundError:
+            continue  # another process was faster
+        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+            index.unlink(missing_ok=True)

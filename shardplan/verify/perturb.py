@@ -31,10 +31,12 @@ def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return (neighbours(np.real(x), rng) + 1j * neighbours(np.imag(x), rng)).astype(x.dtype)
-    towards = np.where(rng.integers(2, size=x.shape) == 1, np.inf, -np.inf).astype(x.dtype)
-    with np.errstate(over="ignore"):
-        near = np.nextafter(x, towards).astype(x.dtype)
+        near = np.empty_like(x)
+        near.real, near.imag = neighbours(np.real(x), rng), neighbours(np.imag(x), rng)
+        return near
+    info = jnp.finfo(x.dtype)  # not infinities, which some types of 8 bits lack
+    towards = np.where(rng.integers(2, size=x.shape) == 1, info.max, info.min).astype(x.dtype)
+    near = np.nextafter(x, towards).astype(x.dtype)
     return np.where(np.isfinite(x) & np.isfinite(near), near, x)
 
 

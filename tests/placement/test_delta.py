@@ -13,6 +13,7 @@ from shardplan.mesh import Cluster
 from shardplan.placement.bounds import Loads
 from shardplan.placement.configurations import Configuration, random_configuration
 from shardplan.placement.device_topology import TICK_S, machine_of
+from shardplan.placement.mcmc import layers_of
 from shardplan.placement.operators import Edge, Operator, OperatorGraph, OperatorLoop
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.simulation import Engine, Simulation
@@ -36,8 +37,10 @@ def _change_at_random(
 ) -> int | None:
     operators, machine = given_.graph.operators, given_.machine
     i = int(draw.integers(len(operators)))
+    layer = next(own for own in layers_of(given_.graph) if i in own)
     chosen = random_configuration(operators[i], machine.cluster.shape, draw, machine.absent)
-    return simulation.change(i, chosen, int(simulation.ticks * 1.02)) if bounded else simulation.change(i, chosen)
+    changed = dict.fromkeys(layer if draw.random() < 0.5 else (i,), chosen)
+    return simulation.change(changed, int(simulation.ticks * 1.02)) if bounded else simulation.change(changed)
 
 
 @pytest.mark.parametrize(("model", "cluster"), [*CASES, *UNEQUAL])
@@ -95,8 +98,8 @@ def test_a_copy_that_nobody_reads_delays_nobody() -> None:
         OperatorGraph(operators, edges, ()), machine, [{(1,): (20, 0, 0), (2,): (10, 0, 0)}, {(1,): (50, 0, 0)}]
     )
     simulation.full([Configuration((1,), (0,)), Configuration((1,), (0,))])
-    assert simulation.change(0, Configuration((2,), (0, 1)), 100) == 100
-    assert simulation.change(0, Configuration((2,), (0, 1)), 99) is None
+    assert simulation.change({0: Configuration((2,), (0, 1))}, 100) == 100
+    assert simulation.change({0: Configuration((2,), (0, 1))}, 99) is None
 
 
 def test_bounds_are_taken_back_with_a_change() -> None:

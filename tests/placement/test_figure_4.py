@@ -75,7 +75,7 @@ def test_the_timelines_are_those_of_the_paper(engine: Engine) -> None:
     simulation = Simulation(graph, machine, tables, engine)
     assert simulation.full(STRATEGY) == 14
     assert _named(simulation) == FULL
-    assert simulation.change(2, Configuration((1,), (1,))) == 15
+    assert simulation.change({2: Configuration((1,), (1,))}) == 15
     assert _named(simulation) == DELTA
     simulation.undo()
     assert (simulation.ticks, _named(simulation)) == (14, FULL)
@@ -87,6 +87,6 @@ def test_the_delta_simulation_keeps_what_comes_before_the_change() -> None:
     simulation = Simulation(graph, machine, tables, "python")
     simulation.full(STRATEGY)
     everything, simulation.ran = simulation.ran, 0
-    simulation.change(2, Configuration((1,), (1,)))
+    simulation.change({2: Configuration((1,), (1,))})
     assert everything == 18
     assert simulation.ran == 12  # of 16: all parts of o1 and o2 are kept

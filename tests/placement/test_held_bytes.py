@@ -76,10 +76,11 @@ def test_a_change_gives_the_sum_of_the_changed_strategy(model: str) -> None:
     strategy, other = random_strategy(here, draw), random_strategy(here, draw)
     memory = Memory(here, strategy)
     for i in range(0, len(strategy), 1 + len(strategy) // 10):
-        changed = (*strategy[:i], other[i], *strategy[i + 1 :])
-        assert memory.changed(changed, i, strategy[i])
-        assert memory.bytes.tolist() == Memory(here, changed).bytes.tolist()
-        assert memory.changed(strategy, i, other[i])
+        for at in ({i}, set(range(i, len(strategy), 3))):
+            changed = tuple(other[j] if j in at else own for j, own in enumerate(strategy))
+            assert memory.changed(changed, {j: strategy[j] for j in at})
+            assert memory.bytes.tolist() == Memory(here, changed).bytes.tolist()
+            assert memory.changed(strategy, {j: other[j] for j in at})
         assert (
             Memory(here, strategy[:i]).extended(strategy[: i + 1]).bytes.tolist()
             == Memory(here, strategy[: i + 1]).bytes.tolist()

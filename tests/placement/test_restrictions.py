@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from shardplan.placement.mcmc import ChainLimits
-from shardplan.placement.restrictions import colocrl, layers_of, optcnn
+from shardplan.placement.mcmc import ChainLimits, layers_of
+from shardplan.placement.restrictions import colocrl, optcnn
 from shardplan.placement.starts import data_parallel
 from tests.placement.problems import problem
 

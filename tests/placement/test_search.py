@@ -16,7 +16,7 @@ from shardplan.mesh.singles import SingleDevice
 from shardplan.placement.chains import run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
-from shardplan.placement.mcmc import ChainLimits, anneal, neighbours_of, propose
+from shardplan.placement.mcmc import ChainLimits, anneal, propose, related_of
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.search import check_limits, check_names, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -98,16 +98,16 @@ def test_the_bounds_change_no_decision() -> None:
 
 def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: int) -> Strategy:
     """The same walk by full simulations alone (FlexFlow, section 6)."""
-    simulation, neighbours = here.simulation("python"), neighbours_of(here)
+    simulation, related = here.simulation("python"), related_of(here)
     strategy = list(data_parallel(here))
     cost = best = simulation.full(strategy)
     best_strategy = tuple(strategy)
     for _ in range(proposals):
-        i, chosen = propose(here, strategy, neighbours, draw)
+        changed = propose(here, strategy, related, draw)
         slack = -math.log(1.0 - draw.random()) / (CONSTANTS.beta * len(strategy))
-        if chosen == strategy[i]:
+        proposed = [changed.get(i, own) for i, own in enumerate(strategy)]
+        if proposed == strategy:
             continue
-        proposed = [*strategy[:i], chosen, *strategy[i + 1 :]]
         ticks = simulation.full(proposed)
         if ticks <= cost + int(cost * slack):
             strategy, cost = proposed, ticks

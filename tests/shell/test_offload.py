@@ -66,7 +66,8 @@ def test_gpt_is_equal_with_its_moments_in_host_memory(backend: str) -> None:
 def test_moments_in_host_memory_go_with_less_memory_of_other_kinds(name: str, options: dict[str, Any]) -> None:
     alone, _, _ = planned(name)
     plan, step, args = planned(name, memory_limit=int(0.95 * alone.peak_bytes), **options)
-    assert plan.peak_bytes < alone.peak_bytes
+    assert plan.data.offloaded
+    assert plan.data.remat.parts if "remat" in options else plan.microbatches.count == 2, "memory is saved in both ways"
     found = verify(plan, step, args, steps=3, devices=jax.devices()[:8])
     assert found.passed, found
 

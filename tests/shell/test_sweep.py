@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from models import mlp
+from shardplan.errors import ShardplanError
 from shardplan.report.sweep import Point, Sweep
 from shardplan.report.sweep_text import sweep_text
 from shardplan.shell import sweep as swept
@@ -108,7 +110,7 @@ def test_a_point_that_does_not_fit_says_what_would(run: Run) -> None:
 
 
 def test_what_stays_in_host_memory_varies(run: Run) -> None:
-    words = ["--cluster", "dgx-h100:1", "--vary", "offload=none,auto,*/mu/*", "--vary", "memory=40GiB,6MiB"]
+    words = ["--cluster", "dgx-h100:1", "--vary", "offload=none,auto,*/mu/*,[*/mu/*,*/nu/*]", "--vary", "memory=40GiB,6MiB"]
     code, text, _ = run("sweep", "models.mlp:train_step", "--set", "layers=5", "--set", "width=1024", *words, "--json")
     assert code == 0
     point = {(str(p["settings"]["offload"]), p["settings"]["memory"]): p for p in json.loads(text)["points"]}
@@ -117,7 +119,19 @@ def test_what_stays_in_host_memory_varies(run: Run) -> None:
     assert "offload=auto" in point["none", "6MiB"]["remedy"]
     assert point["auto", "6MiB"]["fits"]
     assert point["auto", "6MiB"]["step_time_s"] > point["none", "40GiB"]["step_time_s"]
-    assert point["['*/mu/*']", "40GiB"]["peak_bytes"] < point["none", "40GiB"]["peak_bytes"]
+    one, both = point["['*/mu/*']", "40GiB"], point["['*/mu/*', '*/nu/*']", "40GiB"]
+    assert both["peak_bytes"] < one["peak_bytes"] < point["none", "40GiB"]["peak_bytes"]
+
+
+def test_a_cluster_that_cannot_offload_is_a_row() -> None:
+    cluster = shardplan.Cluster.load("2x2")
+    without = replace(cluster, device=replace(cluster.device, host_bytes_per_s=None))
+    made = shardplan.sweep(mlp.train_step, vary={"cluster": [without, "dgx-h100:1"], "offload": ["none", ["*/mu/*"]]})
+    errors = [p.error for p in made.points]
+    assert [bool(e) for e in errors] == [False, True, False, False]
+    assert "host_bytes_per_s" in str(errors[1])
+    with pytest.raises(ShardplanError, match="unsupported offload='all'"):
+        shardplan.sweep(mlp.train_step, vary={"offload": ["none", "all"]}, cluster="2x2")
 
 
 def test_the_text_lists_what_has_no_plan() -> None:

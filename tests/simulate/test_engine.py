@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -180,7 +183,39 @@ def test_a_step_of_days_still_fits_into_ticks() -> None:
 def test_what_was_compiled_before_a_class_was_renamed_is_forgotten(tmp_path: Path) -> None:
     gone, there = (b"cshardplan.simulate.event_loop\n%s\n." % name for name in (b"Renamed", b"State"))
     files = {"loop.a-1": ("1.0", gone), "loop.b-2": ("1.0", there), "loop.c-3": ("0.9", gone), "other.a-1": ("1.0", gone)}
+    files["loop.d-4"] = "1.0", b""  # cut off
     for name, (version, classes) in files.items():
         (tmp_path / f"{name}.py313.nbi").write_bytes(pickle.dumps(version) + classes)
     forget_unreadable(tmp_path, "loop.*.nbi", "1.0")
-    assert {file.name.removesuffix(".py313.nbi") for file in tmp_path.iterdir()} == files.keys() - {"loop.a-1"}
+    assert {file.name.removesuffix(".py313.nbi") for file in tmp_path.iterdir()} == files.keys() - {"loop.a-1", "loop.d-4"}
+
+
+def test_an_index_that_another_process_deletes_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / "loop.a-1.py313.nbi"])
+    forget_unreadable(tmp_path, "loop.*.nbi", "1.0")
+
+
+_COMPILED_TWICE = """
+from pathlib import Path
+import pickle, numba
+from shardplan.placement import task_loop
+from shardplan.simulate.compile_loops import compiled
+loops = compiled(task_loop.FUNCTIONS)
+if not {jit}:
+    assert all(not hasattr(loop, "stats") for loop in loops.values())
+else:
+    directory = Path(loops["tails"].stats.cache_path)
+    index = directory / "task_loop.tails-0.py0.nbi"
+    index.write_bytes(pickle.dumps(numba.__version__) + b"cshardplan.placement.task_loop\\nRenamed\\n.")
+    compiled.cache_clear()
+    compiled(task_loop.FUNCTIONS)
+    assert not index.exists()
+"""
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_functions_are_compiled_anew_after_an_upgrade_and_not_where_numba_is_told_not_to(jit: bool, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path)} if jit else {"NUMBA_DISABLE_JIT": "1"}
+    code = _COMPILED_TWICE.format(jit=jit)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **settings})

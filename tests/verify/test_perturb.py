@@ -32,12 +32,21 @@ def test_an_argument_without_a_finite_neighbour_stays() -> None:
     np.testing.assert_allclose(near, edge, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2"])
 def test_a_neighbour_is_one_unit_away(dtype: str) -> None:
     x = np.array(normal(1000, dtype=dtype))
+    x = x[x != 0]
     y = neighbours(x, np.random.default_rng(1))
     np.testing.assert_array_equal(units(x, y), 1)
     assert 300 < int(np.sum(np.asarray(y > x))) < 700
+
+
+def test_each_part_of_a_complex_number_has_its_own_neighbour() -> None:
+    x = np.array([1 + 2j, complex(1, np.inf), complex(np.nan, 1)] * 50, np.complex64)
+    near = neighbours(x, np.random.default_rng(0))
+    for part, own in ((np.real(near), np.real(x)), (np.imag(near), np.imag(x))):
+        np.testing.assert_array_equal(part != own, np.isfinite(own) | np.isnan(own))
+        np.testing.assert_allclose(part, own, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])

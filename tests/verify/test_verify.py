@@ -85,7 +85,7 @@ def test_leaving_out_any_one_exchange_is_noticed(planned: Any) -> None:
 @pytest.mark.slow
 def test_leaving_out_any_one_exchange_is_noticed_in_bfloat16(devices: list[Any]) -> None:
     step, (state, batch) = small(batch=2048, dtype="bfloat16")
-    args = state, {**batch, "y": batch["y"] * jnp.linspace(0, 2, 2048)[:, None]}  # the mean over some rows is that of no others
+    args = state, {**batch, "y": batch["y"] * jnp.linspace(0, 2, 2048)[:, None]}  # different rows have different means
     plan = shardplan.plan(step, *args, cluster=shardplan.Cluster.load("gcp-a100").resized(2, 2), pins=PINS)
     assert verify(plan, step, args).passed
     emitter = DroppingEmitter(plan.planned, plan.mesh(), dropped=-1)

@@ -11,7 +11,8 @@ paper's, but recurrences have ``--steps`` unrolled steps instead of 40. ``--budg
 3. NMT's best strategy beside Figure 7, Inception's beside section 8.4.
 4. Table 5: seconds of a search of ``--proposals`` proposals by full and by delta simulation, from data parallelism and from a
    random strategy. Seconds are those of this process; full simulation is timed on 12 proposals, spread evenly over the search.
-5. What the paper's stop rule ends with, beside a chain of ``--longer`` (10) times as many proposals, on the first cluster.
+5. What the paper's stop rule ends with from data parallelism and from the plan, beside chains of ``--longer`` (10) times as many
+   proposals, on the first cluster.
 6. Figure 11: NMT's best step over the seconds of a search by delta and by full simulation, on 16 P100s.
 
 Exits with 1 where the best is slower than data parallelism, the experts' strategy or the plan. ``--parts`` restricts it to some
@@ -160,11 +161,11 @@ def print_timings(rows: Sequence[Timing], proposals: int) -> None:
 def print_stopped(rows: Sequence[Stopped], longer: int) -> None:
     """Part 5."""
     _table(
-        f"model | cluster | proposals by the rule | seconds of search | step ms | after {longer}x as many, ms | longer by",
-        2,
+        f"model | cluster | start | proposals by the rule | seconds of search | step ms | ms after {longer}x as many | longer by",
+        3,
         (
             (
-                *(r.model, r.cluster, f"{r.proposals:,}", f"{r.elapsed_s:.1f}"),
+                *(r.model, r.cluster, r.start, f"{r.proposals:,}", f"{r.elapsed_s:.1f}"),
                 *(f"{r.rule_s * 1e3:.2f}", f"{r.longer_s * 1e3:.2f}", f"{r.rule_s / r.longer_s - 1:.1%}"),
             )
             for r in rows

@@ -104,13 +104,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What a chain from data parallelism has found when the stop rule ends it, and after ``longer`` times as many proposals.
+    """What a chain from a strategy (``start``) has found when the stop rule ends it, and after several times as many proposals.
 
     ``elapsed_s`` are the seconds of this process until the rule.
     """
 
     model: str
     cluster: str
+    start: str
     proposals: int
     elapsed_s: float
     rule_s: float
@@ -218,15 +219,15 @@ def stopped(models: Sequence[str], cluster: str, longer: int, given: Given) -> l
     """The rows of part 5."""
     rows: list[Stopped] = []
     for model in models:
-        here = problem(given.case(model, cluster))
-        start = data_parallel(here)
-        began = time.process_time()
-        ruled = anneal(here, start, np.random.default_rng(given.seed), ChainLimits())
-        elapsed_s = time.process_time() - began
-        many = ChainLimits(proposals=longer * ruled.proposals, rule=False)
-        found = ruled if longer == 1 else anneal(here, start, np.random.default_rng(given.seed), many)
-        rows.append(Stopped(model, cluster, ruled.proposals, elapsed_s, ruled.seconds, found.seconds))
-        _tell(f"{model} on {cluster}: {ruled.seconds:.4g} s by the stop rule, {found.seconds:.4g} s")
+        here = problem(case := given.case(model, cluster))
+        for name, start in {"data parallel": data_parallel(here), "the plan": plan_on_all_devices(case)}.items():
+            began = time.process_time()
+            ruled = anneal(here, start, np.random.default_rng(given.seed), ChainLimits())
+            elapsed_s = time.process_time() - began
+            many = ChainLimits(proposals=longer * ruled.proposals, rule=False)
+            found = ruled if longer == 1 else anneal(here, start, np.random.default_rng(given.seed), many)
+            rows.append(Stopped(model, cluster, name, ruled.proposals, elapsed_s, ruled.seconds, found.seconds))
+            _tell(f"{model} on {cluster} from {name}: {ruled.seconds:.4g} s by the stop rule, {found.seconds:.4g} s")
     return rows
 
 

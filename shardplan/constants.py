@@ -43,8 +43,9 @@ class Constants:
     from_neighbour: float = 0.4
     """The part of proposals that take the devices of an operator next to the one that changes: what is beside data moves little.
     Choice."""
-    whole_layers: float = 0.5
-    """The part of proposals that change all operators of a layer at once. Choice."""
+    whole_layers: float = 0.2
+    """The part of proposals that change all operators of a layer at once. Choice: of 0, 0.2 and 0.5, it found the shortest step
+    of rnnlm (10 steps) on `flexflow-p100:4` from data parallelism in 10,000 proposals (83.2, 79.2 and 79.3 ms)."""
     merge_loss: float = 0.02
     """What chains find is merged into fewer regions as long as a step takes at most this much longer: regions are planned inside
     afterwards, and each border between two costs launches that the simulation leaves out. Choice."""

@@ -38,8 +38,9 @@ def test_every_part_is_printed_and_kept(
     assert [row["unrolled"] for row in figures["steps"]] == [None, 2]
     assert [(row["search"], row["model"]) for row in figures["restrictions"]] == [("OptCNN", "nmt"), ("ColocRL", "nmt")]
     assert [(row["model"], row["paper"]) for row in figures["timings"]] == [("alexnet", 2.9)] * 2 + [("nmt", 2.5)] * 2
-    assert [row["model"] for row in figures["stop_rule"]] == ["alexnet", "nmt"]
-    assert all(row["longer_s"] <= row["rule_s"] for row in figures["stop_rule"])  # one chain, gone on with
+    starts = [(row["model"], row["start"]) for row in figures["stop_rule"]]
+    assert starts == [(model, start) for model in ("alexnet", "nmt") for start in ("data parallel", "the plan")]
+    assert all(row["longer_s"] <= row["rule_s"] for row in figures["stop_rule"])  # chains, gone on with
     found = figures["figure_11"]
     assert [m["best_s"] for m in found] == sorted((m["best_s"] for m in found), reverse=True)
     assert all(a["full_s"] < b["full_s"] and a["delta_s"] <= b["delta_s"] for a, b in itertools.pairwise(found))

@@ -57,6 +57,9 @@ class Constants:
 
     stage_window: float = 0.25
     """The forward pass is cut where fewer bytes cross than anywhere within so large a part of a stage. Choice."""
+    whole_loop: float = 0.1
+    """A loop over layers beside a longer one stays whole where its stage then takes at most this much longer than the others. In
+    parts it would be one more chunk of each stage, with transfers of its own. Choice."""
     chunk_gain: float = 0.01
     """More chunks are planned if they shorten the schedule on paper by this fraction. Choice: planning takes twice as long for
     it."""

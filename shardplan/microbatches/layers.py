@@ -1,16 +1,16 @@
 """A step whose loop over layers is cut into several loops, one after the other, so that a pipeline can have them in its stages.
 
 A value with a dim of layers is held in *parts*. A loop over layers runs part by part, the backward pass from the last to the
-first. An op that can be cut along the dim of layers, as its description says, runs for each part: the optimizer's ops are. A sum
-over that dim adds up those of the parts. Any other op gets the whole value. Arguments that no op needs whole become one
-argument for each part.
+first. A step may have several such loops, one after the other, as an encoder and a decoder. An op that can be cut along the dim
+of layers, as its description says, runs for each part: the optimizer's ops are. A sum over that dim adds up those of the parts.
+Any other op gets the whole value. Arguments that no op needs whole become one argument for each part.
 """
 
 # pyright: basic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardplan import _jax
+from shardplan.constants import CONSTANTS
 from shardplan.emit.blocks import Blocks
 from shardplan.emit.reductions import TWO_TERMS
 from shardplan.errors import PlacementError
 from shardplan.frontend.trace import trace
 from shardplan.graph import flatten
 from shardplan.graph.nodes import Signature
-from shardplan.ir import Microbatches, Op, Partial, Program, Split
+from shardplan.ir import Microbatches, Op, Operand, Partial, Program, Split
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.layer_parts import LayerParts, scope_of
@@ -45,14 +46,15 @@ def in_layer_parts(
     length = looped_layers(program, batch)
     if length == 1 or count == 1:
         return None
-    split = frozenset(i for i in _stacked(program, length) if i not in batch)
+    lengths = {length, *_long_loops(program, batch, count)}
+    split = frozenset(i for i in _stacked(program, lengths) if i not in batch)
     signatures = {node.op.id: node.signature for node in flatten(program, replicate=replicate).nodes if not node.where}
     if split and length % count:
         raise PlacementError(
             f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
         )
     while split:  # without those that an op needs whole, and then without those that are made with them
-        step = _InParts(program, signatures, length, count, split)
+        step = _InParts(program, signatures, count, split)
         made = trace(step, *step.shapes).program
         if not step.needed_whole:
             return step.named(made), step.parts
@@ -86,6 +88,22 @@ def staged_program(program: Program, parts: Microbatches, stages: int, replicate
 
 def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:
     """The number of layers: the length of the loops that read the most elements of arguments slice by slice; 1 without a loop."""
+    elements = _loop_elements(program, batch)
+    found = max(elements, key=lambda n: elements[n], default=1)
+    return found if elements[found] else 1
+
+
+def _long_loops(program: Program, batch: Sequence[int], count: int) -> list[int]:
+    """The lengths of loops that divide into ``count`` stages, and that one stage cannot have whole: it would hold more elements
+    than its share, by over `CONSTANTS.whole_loop`.
+    """
+    elements = _loop_elements(program, batch)
+    much = CONSTANTS.whole_loop * elements.total()
+    return [n for n, own in elements.items() if n > 1 and n % count == 0 and own * (count - 1) > much]
+
+
+def _loop_elements(program: Program, batch: Sequence[int]) -> Counter[int]:
+    """The elements of arguments that the loops of each length read slice by slice."""
     from_argument = {t: t for i, t in enumerate(program.inputs) if i not in batch}
     elements: Counter[int] = Counter()
     for op in program.ops:
@@ -95,38 +113,47 @@ def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:
             elements[int(op.params["length"])] += sum(program.tensors[t].size for t in own)
         elif op.control is None and len(op.tensors) == 1 and op.tensors[0] in from_argument:  # as a conversion of a weight
             from_argument.update(dict.fromkeys(op.outputs, from_argument[op.tensors[0]]))
-    found = max(elements, key=lambda n: elements[n], default=1)
-    return found if elements[found] else 1
+    return elements
 
 
-def _stacked(program: Program, length: int) -> list[int]:
+def _stacked(program: Program, lengths: Collection[int]) -> list[int]:
     """The arguments whose dim 0 may be one of layers."""
     tensors = [program.tensors[t] for t in program.inputs]
-    return [i for i, t in enumerate(tensors) if t.shape[:1] == (length,) and not t.dtype.startswith("key")]
+    return [i for i, t in enumerate(tensors) if t.shape and t.shape[0] in lengths and not t.dtype.startswith("key")]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A value in parts along a dim, and the arguments in parts from which it is made."""
+    """A value in parts along a dim, the arguments in parts from which it is made, and the loops over layers that made it."""
 
     values: tuple[Any, ...]
     dim: int
     made_from: frozenset[int]
+    loops: frozenset[int] = frozenset()
+
+    @property
+    def length(self) -> int:
+        """The extent of the dim."""
+        return sum(int(x.shape[self.dim]) for x in self.values)
 
 
 class _InParts:
     """The step on flat arguments in parts. Tracing it fills ``needed_whole``: the arguments in parts that an op needs whole."""
 
-    def __init__(
-        self, program: Program, signatures: Mapping[int, Signature], length: int, count: int, split: frozenset[int]
-    ) -> None:
-        self.program, self.signatures, self.length, self.count, self.split = program, signatures, length, count, split
+    def __init__(self, program: Program, signatures: Mapping[int, Signature], count: int, split: frozenset[int]) -> None:
+        self.program, self.signatures, self.count, self.split = program, signatures, count, split
         self.needed_whole: set[int] = set()
-        self.parts = LayerParts(
-            count,
+        self.loops = 0
+        self._loop_of: dict[int, int] = {}  # the last loop of the forward pass that takes slices of an argument
+        self._inputs, self._outputs = (
             _numbered([count if i in split else 1 for i in range(len(program.inputs))]),
             _numbered([count if i in split else 1 for i in program.feedback]),
         )
+
+    @property
+    def parts(self) -> LayerParts:
+        """The arguments and results in parts, once the step is traced."""
+        return LayerParts(self.count, self._inputs, self._outputs, self.loops)
 
     @property
     def shapes(self) -> list[Any]:
@@ -134,33 +161,38 @@ class _InParts:
         found: list[Any] = []
         for i, t in enumerate(self.program.inputs):
             shape, dtype = self.program.tensors[t].shape, self.program.tensors[t].dtype
-            own = (self.length // self.count, *shape[1:]) if i in self.split else shape
-            found += [_jax.shape_struct(own, dtype)] * len(self.parts.inputs[i])
+            own = (shape[0] // self.count, *shape[1:]) if i in self.split else shape
+            found += [_jax.shape_struct(own, dtype)] * len(self._inputs[i])
         return found
 
     def named(self, made: Program) -> Program:
         """The traced program with the paths of the step."""
-        inputs, outputs = self.parts.inputs, self.parts.outputs
-        feedback = self.program.feedback
+        inputs, outputs, program = self._inputs, self._outputs, self.program
+        feedback = program.feedback
         return replace(
             made,
-            input_paths=self._paths(self.program.input_paths, inputs),
-            output_paths=self._paths(self.program.output_paths, outputs),
+            input_paths=self._paths(program.input_paths, program.inputs, inputs),
+            output_paths=self._paths(program.output_paths, program.outputs, outputs),
             feedback=tuple(None if i is None else inputs[i][n] for i, own in zip(feedback, outputs, strict=True)
                            for n in range(len(own))),
         )  # fmt: skip
 
-    def _paths(self, paths: Sequence[str], parts: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-        each = self.length // self.count
-        rows = zip(paths, parts, strict=True)
-        return tuple(
-            f"{path}[{n * each}:{(n + 1) * each}]" if len(own) > 1 else path for path, own in rows for n in range(len(own))
-        )
+    def _paths(self, paths: Sequence[str], values: Sequence[Operand], parts: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+        found: list[str] = []
+        for path, value, own in zip(paths, values, parts, strict=True):
+            if len(own) == 1:
+                found.append(path)
+                continue
+            assert isinstance(value, int)
+            each = self.program.tensors[value].shape[0] // self.count
+            found += [f"{path}[{n * each}:{(n + 1) * each}]" for n in range(self.count)]
+        return tuple(found)
 
     def __call__(self, *flat: Any) -> list[Any]:
         """The flat results in parts."""
         values: dict[int, Any] = dict(self.program.constants)
-        for i, (t, own) in enumerate(zip(self.program.inputs, self.parts.inputs, strict=True)):
+        self.loops = 0
+        for i, (t, own) in enumerate(zip(self.program.inputs, self._inputs, strict=True)):
             xs = tuple(flat[n] for n in own)
             values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
         for op in self.program.ops:
@@ -188,7 +220,7 @@ class _InParts:
 
     def _results(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         if any(isinstance(x, _Parts) for x in operands):
-            if op.control == "scan" and int(op.params["length"]) == self.length and self._takes_parts(op, operands):
+            if op.control == "scan" and self._takes_parts(op, operands):
                 return self._scan(op, operands)
             if (found := self._by_part(op, operands)) is not None:
                 return found
@@ -200,20 +232,32 @@ class _InParts:
         stacked = operands[int(op.params["num_consts"]) + int(op.params["num_carry"]) :]
         return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
+    def _number(self, op: Op, stacked: Sequence[Any]) -> int:
+        """The number of a loop over layers of the forward pass; of its loop, for one of the backward pass."""
+        parts = [x for x in stacked if isinstance(x, _Parts) and x.dim == 0]
+        arguments = frozenset[int]().union(*(x.made_from for x in parts))
+        if op.backward and self.loops:
+            loops = frozenset[int]().union(*(x.loops for x in parts)) or {self._loop_of.get(i, 0) for i in arguments} or {0}
+            return max(loops)
+        self.loops += 1
+        self._loop_of.update(dict.fromkeys(arguments, self.loops - 1))
+        return self.loops - 1
+
     def _scan(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         """A loop over layers, part by part."""
         consts, carries = int(op.params["num_consts"]), int(op.params["num_carry"])
         fixed = [self._whole(x) for x in operands[:consts]]
         state = [self._whole(x) for x in operands[consts : consts + carries]]
         stacks = [self._parts(x) for x in operands[consts + carries :]]
+        loop = self._number(op, operands[consts + carries :])
         order = range(self.count)[::-1] if op.params["reverse"] else range(self.count)
         made: dict[int, Sequence[Any]] = {}
         for n in order:
-            with jax.named_scope(scope_of(n, loop=True)):
-                own = whole_op(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=self.length // self.count)
+            with jax.named_scope(scope_of(n, loop)):
+                own = whole_op(op, [*fixed, *state, *(xs[n] for xs in stacks)], length=int(op.params["length"]) // self.count)
             state, made[n] = own[:carries], own[carries:]
         ys = zip(*(made[n] for n in range(self.count)), strict=True)
-        return [*state, *(_Parts(tuple(y), 0, frozenset()) for y in ys)]
+        return [*state, *(_Parts(tuple(y), 0, frozenset(), frozenset({loop})) for y in ys)]
 
     def _parts(self, x: Any) -> Sequence[Any]:
         """The parts of a value that a loop takes slice by slice."""
@@ -231,15 +275,17 @@ class _InParts:
             whole = {i for i, (x, p) in enumerate(zip(operands, strategy.operands, strict=True))
                      if isinstance(p, Split) and not isinstance(x, _Parts)}  # fmt: skip
             cut = Cut(loop, (0,), self.count, whole=frozenset(whole), extent=info.extent)
-            made_from = frozenset[int]().union(*(x.made_from for x in operands if isinstance(x, _Parts)))
+            parts = [x for x in operands if isinstance(x, _Parts)]
+            made_from, loops = (frozenset[int]().union(*own) for own in ([x.made_from for x in parts], [x.loops for x in parts]))
             made = [self._part(op, signature, cut, operands, n) for n in range(self.count)]
-            return [_together(xs, place, made_from) for xs, place in zip(zip(*made, strict=True), strategy.results, strict=True)]
+            results = zip(zip(*made, strict=True), strategy.results, strict=True)
+            return [_together(xs, place, made_from, loops) for xs, place in results]
         return None
 
     def _part(self, op: Op, signature: Signature, cut: Cut, operands: Sequence[Any], number: int) -> Sequence[Any]:
         blocks = Blocks(("layers",), _no_neighbour, lambda _: number)
         own = [x.values[number] if isinstance(x, _Parts) else x for x in operands]
-        with _jax.settings_of(op.handle), blocks.body(), jax.named_scope(scope_of(number, loop=False)):
+        with _jax.settings_of(op.handle), blocks.body(), jax.named_scope(scope_of(number)):
             return blocks.run(signature.call, [cut], own, op.handle.primitive)
 
 
@@ -256,10 +302,10 @@ def _follows(strategy: Strategy, operands: Sequence[Any]) -> bool:
     )
 
 
-def _together(xs: Sequence[Any], place: Any, made_from: frozenset[int]) -> Any:
+def _together(xs: Sequence[Any], place: Any, made_from: frozenset[int], loops: frozenset[int]) -> Any:
     """The value of all parts: in parts, or the sum of their terms."""
     if isinstance(place, Split):
-        return _Parts(tuple(xs), place.dim, made_from)
+        return _Parts(tuple(xs), place.dim, made_from, loops)
     total = xs[0]
     for x in xs[1:]:
         total = TWO_TERMS[place.reducer](total, x)

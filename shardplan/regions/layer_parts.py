@@ -20,12 +20,13 @@ class LayerParts:
     """Which arguments and results of the program in parts belong to each argument and result of the step.
 
     ``inputs[i]`` are the numbers of the arguments that hold argument i: ``count`` parts, or one where it is not cut. ``outputs``
-    says the same of results.
+    says the same of results. The forward pass has ``loops`` loops over layers, one after the other.
     """
 
     count: int
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    loops: int
 
     @property
     def arrays(self) -> dict[int, int]:
@@ -53,19 +54,31 @@ def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
     return (STAGE, *own) if own else STAGE, *rest
 
 
-def scope_of(part: int, *, loop: bool) -> str:
-    """The named scope of the loop over the layers of a part, or of another op that runs for each part."""
-    return f"shardplan_stage_{part}_{'layers' if loop else 'part'}"
+def scope_of(part: int, loop: int | None = None) -> str:
+    """The named scope of a loop over the layers of a part: the ``loop``-th of the forward pass, or its loop of the backward pass.
+    Without ``loop``, of another op that runs for each part.
+    """
+    return f"shardplan_stage_{part}_" + ("part" if loop is None else f"loop_{loop}")
 
 
-def part_in(scope: str, *, loop: bool = False) -> int | None:
-    """The part of the layers for which an op runs, by its scope; with ``loop``, only of the loop over them. None for other ops.
+def part_in(scope: str) -> int | None:
+    """The part of the layers for which an op runs, by its scope; None for other ops.
 
-    >>> part_in("loss/" + scope_of(2, loop=True)), part_in(scope_of(1, loop=False), loop=True), part_in("layers")
-    (2, None, None)
+    >>> part_in("loss/" + scope_of(2, 1)), part_in(scope_of(1)), part_in("layers")
+    (2, 1, None)
     """
     found = _PART.search(scope)
-    return int(found[1]) if found and (found[2] == "layers" or not loop) else None
+    return int(found[1]) if found else None
 
 
-_PART = re.compile(r"\bshardplan_stage_(\d+)_(layers|part)\b")
+def loop_in(scope: str) -> int | None:
+    """The number of a loop over layers, by its scope; None for other ops.
+
+    >>> loop_in("loss/" + scope_of(2, 1)), loop_in(scope_of(1))
+    (1, None)
+    """
+    found = _PART.search(scope)
+    return int(found[2]) if found and found[2] else None
+
+
+_PART = re.compile(r"\bshardplan_stage_(\d+)_(?:part|loop_(\d+))\b")

@@ -8,6 +8,7 @@ optimizer's ops to the group whose gradients they read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Op, Program
 from shardplan.mesh import Device
 from shardplan.regions.assignment import free_ops
-from shardplan.regions.layer_parts import part_in
+from shardplan.regions.layer_parts import loop_in, part_in
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -43,7 +44,8 @@ def stages_of(program: Program, loop: Op, chunks: Sequence[int], device: Device,
     """
     body = loop.bodies[0]
     seconds = _seconds(flatten(body, replicate=replicate), device)
-    inner = _inner(body, int(loop.params["num_consts"]), int(loop.params["num_carry"]), len(chunks), seconds)
+    shape = len(chunks), len(set(chunks))
+    inner = _inner(body, int(loop.params["num_consts"]), int(loop.params["num_carry"]), shape, seconds)
     return Stages({op: chunks[c] for op, c in _outer(program, loop, inner).items()}, inner)
 
 
@@ -61,8 +63,9 @@ def _seconds(graph: Graph, device: Device) -> dict[int, float]:
     return found
 
 
-def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mapping[int, float]) -> dict[int, int]:
-    """The stage of each op of the body."""
+def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], seconds: Mapping[int, float]) -> dict[int, int]:
+    """The chunk of each op of the body. ``shape`` is (chunks, groups)."""
+    count, groups = shape
     free = free_ops(body)
     ops = [op for op in body.ops if op.id not in free]
     late: set[int] = set(body.inputs[consts : consts + carries])  # what depends on the backward pass or on accumulators
@@ -73,10 +76,9 @@ def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mappin
             backward.append(op)
     behind = {op.id for op in backward}
     forward = [op for op in ops if op.id not in behind]
-    stage = _cut(body, forward, count, seconds)
+    stage = _cut(body, forward, shape, seconds)
     _sink(body, forward, consts, stage)
-    parts = {op.id: part for op in ops if (part := part_in(op.scope)) is not None}
-    stage |= {op.id: parts[op.id] for op in forward if op.id in parts}
+    stage |= {op.id: _own_chunk(op, stage[op.id], groups) for op in forward}
     present: dict[int, set[int]] = {}  # the stages in which a value of the forward pass, or a weight, is there anyway
     for op in forward:
         for t in (*op.tensors, *op.outputs):
@@ -92,10 +94,21 @@ def _inner(body: Program, consts: int, carries: int, count: int, seconds: Mappin
             at = max((a for a in together if a <= own), default=min(own, max(map(max, saved))))
         elif saved and not any(t in gradients for t in op.tensors):
             at = max(map(max, saved))
-        at = parts.get(op.id, at)
+        at = _own_chunk(op, at, groups)
         stage[op.id] = at
         gradients.update(dict.fromkeys(op.outputs, at))
     return stage
+
+
+def _own_chunk(op: Op, latest: int, groups: int) -> int:
+    """The chunk of an op that runs for one part of the layers: its own for a loop, else the last chunk up to ``latest`` of the
+    group that holds the part. Any other op is in the latest chunk.
+    """
+    if (part := part_in(op.scope)) is None:
+        return latest
+    if (loop := loop_in(op.scope)) is not None:
+        return loop * groups + part
+    return part + max(0, (latest - part) // groups) * groups
 
 
 def _sink(body: Program, forward: Sequence[Op], consts: int, stage: dict[int, int]) -> None:
@@ -132,8 +145,9 @@ def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dic
     return found
 
 
-def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int, float]) -> dict[int, int]:
-    """The stage of each op of the forward pass: consecutive ops, so that the longest stage, with what it sends, is shortest."""
+def _cut(body: Program, forward: Sequence[Op], shape: tuple[int, int], seconds: Mapping[int, float]) -> dict[int, int]:
+    """The chunk of each op of the forward pass: consecutive ops, so that the longest chunk, with what it sends, is shortest."""
+    count = shape[0]
     cost = np.cumsum([seconds.get(op.id, 0.0) for op in forward])
     last: dict[int, int] = {}
     for n, op in enumerate(forward):
@@ -150,7 +164,7 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
         raise PlacementError(
             f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
         )
-    if (cuts := _between_layers(forward, crossing, count)) is not None:
+    if (cuts := _between_layers(forward, crossing, shape)) is not None:
         return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
     half = cost[-1] / count * CONSTANTS.stage_window
     low = np.searchsorted(cost[inside], cost[inside] - half, "left")
@@ -161,36 +175,28 @@ def _cut(body: Program, forward: Sequence[Op], count: int, seconds: Mapping[int,
     return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
 
 
-def _between_layers(forward: Sequence[Op], crossing: Floats, count: int) -> Ints | None:
-    """The places between the parts of a loop over layers where the fewest bytes cross; None for a step without such parts.
+def _between_layers(forward: Sequence[Op], crossing: Floats, shape: tuple[int, int]) -> Ints | None:
+    """The places between the parts of loops over layers where the fewest bytes cross; None for a step without such parts.
 
     Raises:
-        PlacementError: if a stage would need layers of several loops.
+        PlacementError: if a loop runs over its layers from the last to the first, or not in the forward pass.
     """
-    part = [part_in(op.scope, loop=True) for op in forward]
-    if not any(p is not None for p in part):
+    count, groups = shape
+    loops = [(n, _own_chunk(op, 0, groups)) for n, op in enumerate(forward) if loop_in(op.scope) is not None]
+    if not loops:
         return None
-    cuts: list[int] = []
-    for n in range(count - 1):
-        last = max(i for i, p in enumerate(part) if p == n)
-        following = part.index(n + 1)
-        if following < last:
-            raise _two_loops(forward[last], forward[following])
-        cuts.append(last + int(crossing[last:following].argmin()))
-    return np.array(cuts)
-
-
-def _two_loops(one: Op, other: Op) -> PlacementError:
-    if one.params.get("reverse"):
-        return PlacementError(
-            f"the loop over layers at {one.source} runs from the last layer to the first, and stage n holds the n-th part: keep "
-            "the layers in the order in which they run, or plan without the axis 'stage'"
+    for n, _ in loops:
+        if forward[n].params.get("reverse"):
+            raise PlacementError(
+                f"the loop over layers at {forward[n].source} runs from the last layer to the first, and stage n holds the n-th "
+                "part: keep the layers in the order in which they run, or plan without the axis 'stage'"
+            )
+    if len(loops) != count:
+        raise PlacementError(
+            f"of the {count // groups} loops over layers, {len(loops) // groups} run in the forward pass of a microbatch: unroll "
+            "the others, or plan without the axis 'stage'"
         )
-    where = f"at {one.source}" if one.source == other.source else f"at {one.source} and {other.source}"
-    return PlacementError(
-        f"several loops {where} run over as many layers, one after the other, and each stage would need layers of all of them: "
-        "unroll one of them, or plan without the axis 'stage'"
-    )
+    return np.array([last + int(crossing[last:n].argmin()) for (last, _), (n, _) in itertools.pairwise(loops)])
 
 
 def _balanced(cost: Floats, places: Ints, count: int) -> Ints:

@@ -82,12 +82,12 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
 def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Staged | None = None) -> PlacedPlan:
     """The fastest plan of a step as a pipeline of stages, on equal groups of consecutive devices.
 
-    A stage is ``each`` chunks of the layers; None: one, or two where that is faster. ``staged`` is the step in its microbatches
-    and in its stages' layers, if it is known.
+    A stage is ``each`` chunks of the layers; None: one, or two where that is faster. With loops over layers, it is one chunk of
+    each loop. ``staged`` is the step in its microbatches and in its stages' layers, if it is known.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need, names mesh axes, or has a loop over layers that
-            does not divide into the stages, or into more than one chunk each.
+            does not divide into the stages, or not into ``each`` chunks.
         MemoryLimitError: if a stage fits its devices in no layout, or not with its microbatches in flight.
         MicrobatchError: if the step cannot be cut into microbatches.
     """
@@ -95,12 +95,16 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
         raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
     groups = stage_groups(asked.searcher.cluster, stages)
     staged = staged or staged_program(asked.traced.program, asked.microbatches, stages, asked.searcher.replicate)
-    if each is not None and each > 1:
-        if staged.layers is not None:
+    if staged.layers is not None:
+        loops = staged.layers.loops
+        if each not in (None, loops):
             raise PlacementError(
-                f"axes: chunk={each} is not supported for a loop over layers: its weights are one array, of which each "
-                "stage holds one part; leave out 'chunk', or unroll the loop"
+                f"axes: chunk={each} is not supported for {loops} loop{'s' * (loops > 1)} over layers: the weights of a loop are "
+                "one array, of which each stage holds one part; leave out 'chunk', or unroll the loops"
             )
+        plan = chunked_plan(asked, staged, groups, looped(stages, loops))
+        return plan if each is None else plan.asked_for_chunks(each)
+    if each is not None and each > 1:
         ways = (looped(stages, each), folded(stages)) if each == 2 else (looped(stages, each),)
         return _fastest(lambda chunks: (chunked_plan(asked, staged, groups, chunks), True), ways).asked_for_chunks(each)
     plan = chunked_plan(asked, staged, groups, looped(stages, 1))
@@ -109,7 +113,7 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
 
 def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
     """A pipeline of two chunks for each group where that is faster than the plan of one each, else that plan."""
-    if plan.stopped or anytime.late(asked.searcher.wanted.deadline) or staged.layers is not None:
+    if plan.stopped or anytime.late(asked.searcher.wanted.deadline):
         return plan
     try:
         chunks = two_chunks(plan.placed.graph, plan.placed.dispatch, machine_of(asked.searcher.cluster))

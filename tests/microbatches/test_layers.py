@@ -16,7 +16,7 @@ from shardplan.frontend.trace import trace
 from shardplan.ir import Microbatches
 from shardplan.microbatches.layers import in_layer_parts, staged_program
 from shardplan.regions.group_plans import GroupPlanner
-from shardplan.regions.layer_parts import part_in
+from shardplan.regions.layer_parts import loop_in, part_in
 from shardplan.verify.verify import verify
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
@@ -121,21 +121,67 @@ def test_layers_that_do_not_divide_are_an_error() -> None:
 
 
 def test_chunks_of_a_loop_over_layers_are_an_error() -> None:
-    with pytest.raises(PlacementError, match="chunk=2 is not supported for a loop over layers"):
+    with pytest.raises(PlacementError, match="chunk=2 is not supported for 1 loop over layers"):
         shardplan.plan(train_step, *arguments(), cluster="2", microbatches=2, axes={"stage": 2, "chunk": 2})
 
 
-def test_two_loops_over_as_many_layers_are_an_error() -> None:
-    def step(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
-        def both(w: Tree) -> jax.Array:
-            return jnp.mean(hidden(w["decoder"], jnp.sin(hidden(w["encoder"], x))) ** 2)
+def attending(w: Tree, context: jax.Array, x: jax.Array) -> jax.Array:
+    """Layers of a decoder, each of which reads what the encoder has made."""
 
-        value, gradients = jax.value_and_grad(both)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+    def layer(x: jax.Array, own: Tree) -> tuple[jax.Array, None]:
+        weight = jax.nn.softmax(x @ own["query"] @ context.T)
+        return x + own["scale"] * jnp.tanh((x + weight @ context) @ own["up"]), None
 
-    state = {"encoder": weights()["blocks"], "decoder": weights()["blocks"]}
-    with pytest.raises(PlacementError, match=r"several loops at .*test_layers.py:39.* run over as many layers"):
-        shardplan.plan(step, state, jnp.ones((BATCH, WIDTH)), cluster="2", microbatches=2, axes={"stage": 2})
+    return jax.lax.scan(layer, x, w)[0]
+
+
+def two_loops(encoder: int, decoder: int) -> tuple[Any, tuple[Tree, Tree]]:
+    """A step of an encoder and a decoder with these numbers of layers."""
+
+    def loss(w: Tree, batch: Tree) -> jax.Array:
+        context = jax.vmap(lambda x: hidden(w["encoder"], x))(batch["source"])
+        made = jax.vmap(lambda c, x: attending(w["decoder"], c, x))(context, batch["target"] @ w["first"])
+        return jnp.mean((made @ w["last"]) ** 2)
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state["weights"], batch)
+        updates, moments = OPTIMIZER.update(gradients, state["moments"], state["weights"])
+        return {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}, value
+
+    query = jax.random.normal(jax.random.key(5), (decoder, WIDTH, WIDTH)) / 3
+    w = {
+        "encoder": weights(encoder)["blocks"],
+        "decoder": {**weights(decoder)["blocks"], "query": query},
+        "first": weights()["first"],
+        "last": weights()["last"],
+    }
+    keys = jax.random.split(jax.random.key(3))
+    batch = {name: jax.random.normal(key, (BATCH, 4, WIDTH)) for name, key in zip(("source", "target"), keys, strict=True)}
+    return step, ({"weights": w, "moments": OPTIMIZER.init(w)}, batch)
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(4, 4), (2, 4), (6, 2)])
+def test_stages_hold_layers_of_an_encoder_and_of_a_decoder(encoder: int, decoder: int) -> None:
+    step, args = two_loops(encoder, decoder)
+    plan: Any = shardplan.plan(step, *args, cluster="4", microbatches=2, axes={"stage": 2})
+    assert plan.chunks == (0, 1, 0, 1)
+    specs = plan.specs_by_path
+    assert {specs[f"state/weights/{part}/up"][0] for part in ("encoder", "decoder")} == {"stage"}
+    homes = {path.removeprefix("state/weights/"): group for path, group in plan.group_of.items() if "weights" in path}
+    half = decoder // 2
+    assert [homes[f"decoder/query[{n}:{n + half}]"] for n in (0, half)] == [0, 1]
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
+def test_a_short_loop_beside_a_long_one_stays_whole() -> None:
+    step, args = two_loops(2, 16)
+    found = in_layer_parts(trace(step, *args).program, 2)
+    assert found is not None
+    program, layers = found
+    assert layers.loops == 1
+    lengths = [(loop_in(op.scope), op.params["length"]) for op in program.ops if op.control == "scan" and not op.backward]
+    assert lengths == [(None, 2), (0, 8), (0, 8)]
 
 
 def test_a_pipeline_of_a_loop_over_layers_trains_as_one_device(devices: list[Any]) -> None:

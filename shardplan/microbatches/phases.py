@@ -3,13 +3,13 @@
 A value is *same* for all microbatches, a *block* of the batch, or a *term* of a sum over all of them. What reads a block or a
 term runs in each microbatch. A sum over the microbatches is complete after the last; its readers run then, and so may read no
 block. Conversions and other moves of a term's elements run before terms are added up, so that a gradient is added up in the dtype
-in which it is used.
+in which it is used. Inside a loop, sums are complete only after it. There, an op may read terms in which its results are linear.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -17,6 +17,7 @@ from shardplan.errors import MicrobatchError
 from shardplan.ir import PAIRS, Collective, Constant, Layout, Reducer, itemsize
 from shardplan.schedule import Barrier, Block, Compute, Cond, Fill, Instruction, Move, Scan, Source, While
 from shardplan.schedule.instructions import blocks_of, results_of
+from shardplan.tdl import linear_sets
 from shardplan.tdl.kernels import casts, drops_ones
 
 _SUMS = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}
@@ -99,7 +100,7 @@ class _Sorter:
     def block(self, block: Block) -> list[tuple[Instruction, When]]:
         """The instructions of a block with when they run; notes their values."""
         readers = Counter(v for i in block.instructions for v in reads_of(i))
-        moved = {v for i in block.instructions if _only_moves(i, inside=self.inside > 0) for v in reads_of(i)}
+        moved = {v for i in block.instructions if _only_moves(i) for v in reads_of(i)}
         handed = Counter(s for s in block.results if isinstance(s, int))
         found: list[tuple[Instruction, When]] = []
         for i in block.instructions:
@@ -110,8 +111,7 @@ class _Sorter:
             for r in results_of(i):
                 value = self.values[r]
                 once = readers[r] == 1 and not handed[r] and r in moved
-                given = self.inside and not readers[r] and handed[r] == 1
-                if value.term is not None and not (value.term == "sum" and (once or given)):
+                if value.term is not None and not (value.term == "sum" and (once or self.inside)):
                     self.complete(r, value)
         return found
 
@@ -119,7 +119,7 @@ class _Sorter:
         """Notes that the terms of a value are added up, which it is read after."""
         assert value.term is not None
         if self.inside:
-            raise _mixed(value.line, "inside a loop, its sum over all microbatches is read before they are done")
+            raise _early(value)
         self.totals[number] = value.term
         self.values[number] = _Value(When.AFTER, line=value.line)
 
@@ -127,6 +127,10 @@ class _Sorter:
         """When an instruction runs."""
         known = [self.values[v] for v in reads_of(i)]
         when = max((v.when for v in known), default=When.BEFORE)
+        if self.inside and (term := next((v for v in known if v.term is not None), None)) is not None:
+            terms = {n for n, s in enumerate(i.inputs) if self._of(s).term is not None} if isinstance(i, Compute) else set[int]()
+            if not isinstance(i, Compute) or i.once or not (_only_moves(i, inside=True) or _is_linear(i, terms)):
+                raise _early(term)
         match i:
             case Move():
                 return self.move(i)
@@ -254,7 +258,16 @@ def _joined(values: Sequence[_Value]) -> _Value:
     return _Value(max(v.when for v in values), all(v.same for v in values), None, next((v.line for v in values if v.line), ""))
 
 
-def _only_moves(i: Instruction, *, inside: bool) -> bool:
+def _is_linear(compute: Compute, terms: Set[int]) -> bool:
+    """Whether the results of an op that is not cut are linear in these operands together."""
+    signature = compute.node.signature
+    if compute.cuts or signature.description is None:
+        return False
+    zeros = {n for n, source in enumerate(compute.inputs) if isinstance(source, Constant) and not source.value}
+    return any(terms <= set(members) <= terms | zeros for members in linear_sets(signature.description))
+
+
+def _only_moves(i: Instruction, *, inside: bool = False) -> bool:
     """Whether an instruction moves the elements of its only operand, to a dtype that holds sums of them as well.
 
     ``inside`` a loop, where sums are never complete, terms are converted to narrower floats too.
@@ -298,6 +311,10 @@ def reads_of(instruction: Instruction) -> Iterator[int]:
             yield from (v for v in reads_of(inner) if v not in made)
             made.update(results_of(inner))
         yield from (s for s in block.results if isinstance(s, int) and s not in made)
+
+
+def _early(value: _Value) -> MicrobatchError:
+    return _mixed(value.line, "inside a loop, its sum over all microbatches is read before they are done")
 
 
 def _mixed(line: str, what: str) -> MicrobatchError:

@@ -301,9 +301,12 @@ class PlacementMemoryError(PlacementError):
 
     def __init__(self, needs: Mapping[str, tuple[int, int, int]]) -> None:
         each = ", ".join(
-            f"{name} holds {held / 1e9:.3g} of {has / 1e9:.3g} GB on device {d}" for name, (d, held, has) in needs.items()
+            f"{name} holds {size_text(held)} of {size_text(has)} on device {d}" for name, (d, held, has) in needs.items()
         )
-        super().__init__(f"no strategy fits in memory ({each}): take more or larger devices, a smaller batch, or other starts")
+        super().__init__(
+            f"no strategy to begin from fits in memory ({each}): take more or larger devices, a smaller batch, or the start that "
+            "--method heft -o FILE.json writes, which places whole operators"
+        )
         self.needs = dict(needs)
 
 

@@ -61,6 +61,8 @@ def planned(dag: Dag, method: Method = "fd-dps") -> TaskSchedule:
     schedule is longer than theirs. HEFT's schedule is not among the starts.
     """
     _refuse_unknown(method)
+    if not isinstance(dag, Dag):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may have no types
+        raise ScheduleError(f"planned takes a DAG, not {type(dag).__name__}: make it of tables with shardplan.dag.checked")
     match method:
         case "fd-dps":
             return _fd_dps(dag)

@@ -51,18 +51,53 @@ def reschedule(
     stays = tuple(d for d in range(now.devices) if d not in gone)
     if not stays:
         raise ScheduleError(f"all {now.devices} devices leave: keep one, or add the columns of devices that join to times")
-    past = _past(schedule, dag, now, at_s, gone)
-    rest, tasks = _rest(now, schedule, past, at_s, stays)
-    return _joined(schedule, past, planned(rest, method), tasks, stays)
+    past = _past(schedule, dag, now, float(at_s), gone)
+    rest, tasks = _rest(now, schedule, past, float(at_s), stays)
+    made = planned(rest, method)
+    before = _as_before(rest, schedule, tasks, stays)
+    shortest = made if before is None or made.makespan_s <= before.makespan_s else before
+    return _joined(schedule, past, shortest, tasks, stays)
+
+
+def _as_before(rest: Dag, schedule: TaskSchedule, tasks: Sequence[int], stays: Sequence[int]) -> TaskSchedule | None:
+    """The tasks that are left, on their devices and in their order; None where a device leaves or has too little memory."""
+    if not {schedule.device[i] for i in tasks} <= set(stays):
+        return None
+    device = [stays.index(schedule.device[i]) for i in tasks]
+    held = [0.0] * len(stays)
+    for k, d in enumerate(device):
+        held[d] += rest.sizes[k]
+    if any(h > has for h, has in zip(held, rest.memory, strict=True)):
+        return None
+    place = {k: n for n, k in enumerate(rest.order)}
+    start, finish, free = [0.0] * rest.tasks, [0.0] * rest.tasks, [0.0] * len(stays)
+    for k in sorted(range(rest.tasks), key=lambda k: (schedule.start_s[tasks[k]], place[k])):
+        d = device[k]
+        arrive = (finish[p] + between(transfer, device[p], d) for p, transfer in rest.parents[k])
+        start[k] = max(free[d], rest.ready_s[k][d], *arrive)
+        finish[k] = free[d] = start[k] + rest.times_s[k][d]
+    return TaskSchedule(tuple(device), tuple(start), tuple(finish))
 
 
 def _refuse_foreign(schedule: TaskSchedule, dag: Dag) -> None:
-    """A schedule of other tasks, or on other devices, than ``dag`` has."""
+    """A schedule of other tasks, on other devices, or in another order, than ``dag`` has."""
+    if not isinstance(schedule, TaskSchedule) or not isinstance(dag, Dag):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"reschedule takes a schedule and its DAG, not {type(schedule).__name__} and {type(dag).__name__}: make the DAG with "
+            "shardplan.dag.checked and the schedule with planned"
+        )
     if len(schedule.device) != dag.tasks or not set(schedule.device) <= set(range(dag.devices)):
         raise ScheduleError(
             f"schedule has {len(schedule.device)} tasks, on devices up to {max(schedule.device, default=-1)}, and dag has "
             f"{dag.tasks} tasks and {dag.devices} devices: give the DAG that was scheduled"
         )
+    for i, parents in enumerate(dag.parents):
+        for p, _ in parents:
+            if schedule.start_s[i] < schedule.finish_s[p] * (1 - SLACK):
+                raise ScheduleError(
+                    f"in schedule, task {i} begins before task {p} ends, which it follows in dag: give the DAG of the schedule",
+                    tasks=(p, i),
+                )
 
 
 def _leaving(leaves: Collection[int], devices: int) -> set[int]:
@@ -83,6 +118,8 @@ def _changed(
     if edges is not None and set(edges) != set(old):
         raise ScheduleError("edges must name the edges of the schedule: only their seconds may change")
     limited = any(map(math.isfinite, dag.memory))
+    if memory is None and limited and times is not None and len(set(dag.memory)) == 1:
+        memory = dag.memory[0]  # one number for all devices, those that join among them
     if times is not None:
         _refuse_other(dag, times)
     return checked(

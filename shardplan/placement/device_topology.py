@@ -86,8 +86,14 @@ def machine_of(cluster: Cluster, speed: Sequence[float] | Floats | None = None) 
         speeds = np.ones(n) if speed is None else np.array(speed, np.float64)
     except (TypeError, ValueError, OverflowError):
         speeds = np.zeros(0)
-    if speeds.shape != (n,) or not np.all(np.isfinite(speeds)) or np.any(speeds <= 0):
-        raise PlacementError(f"{cluster.name} has {n} devices: give a speed above 0 for each of them, 1 for the cluster file's")
+    if speeds.shape != (n,):
+        raise PlacementError(
+            f"speed={speed!r}: give {n} numbers, one for each device of {cluster.name}, 1 for the cluster file's speed"
+        )
+    if len(bad := np.flatnonzero(~(np.isfinite(speeds) & (speeds > 0)))):
+        raise PlacementError(
+            f"speed[{bad[0]}] is {speeds[bad[0]]:g}: give a finite number above 0, 1 for the cluster file's speed"
+        )
     topology = Topology(cluster)
     a, b = (x.ravel() for x in np.meshgrid(np.arange(n), np.arange(n), indexing="ij"))
     meet = topology.meeting_level(a, b)

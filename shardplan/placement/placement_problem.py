@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.errors import PlacementError
 from shardplan.placement.configurations import Configuration
-from shardplan.placement.device_topology import DeviceTopology
+from shardplan.placement.device_topology import TICK_S, DeviceTopology
 from shardplan.placement.operators import OperatorGraph, OpWork
 from shardplan.placement.prices import PartPrices
 from shardplan.placement.simulation import Engine, Simulation
@@ -63,6 +64,40 @@ _NOTHING = OpWork(None, 0.0, (), ())  # type: ignore[arg-type]
 
 
 def problem_of(graph: OperatorGraph, machine: DeviceTopology) -> PlacementProblem:
-    """The problem of placing these operators; prices every way to cut each of them."""
+    """The problem of placing these operators; prices every way to cut each of them.
+
+    Raises:
+        PlacementError: if a device or a connection is so slow that the simulator cannot count the time of a step.
+    """
+    _refuse_slow_links(graph, machine)
     prices = PartPrices(machine)
-    return PlacementProblem(graph, machine, tuple(prices.table(o) for o in graph.operators))
+    problem = PlacementProblem(graph, machine, tuple(prices.table(o) for o in graph.operators))
+    _refuse_slow_devices(problem)
+    return problem
+
+
+def _refuse_slow_links(graph: OperatorGraph, machine: DeviceTopology) -> None:
+    """Every tensor, there and back over the slowest connection, must take fewer ticks than `LARGEST_TICKS`."""
+    nbytes = 2 * sum(math.prod(x.shape) * x.itemsize for x in (*graph.edges, *graph.weights))
+    least = float(machine.bytes_per_s.min())
+    if nbytes / TICK_S > LARGEST_TICKS * least:
+        raise PlacementError(
+            f"a connection of {machine.cluster.name} has {least:g} bytes per second, so few that the time of a step cannot be "
+            "counted: correct its bandwidth_bytes_per_s"
+        )
+
+
+def _refuse_slow_devices(problem: PlacementProblem) -> None:
+    """Every operator, whole on the slowest device, must take fewer ticks than `LARGEST_TICKS`."""
+    machine = problem.machine
+    work = sum(max(sum(row) for row in table.values()) for table in problem.tables)
+    slowest = min(machine.present, key=lambda d: machine.speed[d])
+    if work > LARGEST_TICKS * machine.speed[slowest]:
+        raise PlacementError(
+            f"device {slowest} has the speed {machine.speed[slowest]:g}, so slow that the time of a step cannot be counted: "
+            "correct its speed, or leave the device out (absent = true in [[single_devices]])"
+        )
+
+
+LARGEST_TICKS = 1 << 60
+"""Twelve days. Sums of several times fit in 64 bits."""

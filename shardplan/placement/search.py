@@ -50,7 +50,7 @@ def check_limits(budget_s: float, *, chains: int | None = None, proposals: int |
         PlacementError: naming what is wrong.
     """
     if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not math.isfinite(budget_s) or budget_s <= 0:
-        raise PlacementError(f"a budget of {budget_s!r} seconds leaves no time to search: give a number above 0")
+        raise PlacementError(f"budget_s is {budget_s!r}: give a finite number of seconds above 0 for the search")
     given = {name: n for name, n in (("chains", chains), ("proposals", proposals)) if n is not None}
     for name, value in {**given, "seed": seed}.items():
         least = 0 if name == "seed" else 1

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from shardplan.dag import schedule_dag
-from shardplan.errors import PlacementError, ScheduleError
+from shardplan.errors import PlacementError, ScheduleError, size_text
 from shardplan.placement.configurations import Strategy, single
 from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.held_bytes import may_exceed, whole_bytes
@@ -43,5 +43,12 @@ def scheduled(problem: PlacementProblem, method: Scheduler) -> Strategy:
     try:
         found = schedule_dag(times, edges, method, memory, sizes)
     except ScheduleError as error:
-        raise PlacementError(f"method {method!r}, with operators whole on single devices and sizes in bytes: {error}") from error
+        if not error.tasks:
+            raise PlacementError(f"method {method!r}, with whole operators and sizes in bytes: {error}") from error
+        operator, largest = graph.operators[error.tasks[0]], int(max(machine.memory_bytes[present]))
+        held = size_text(whole_bytes(problem)[error.tasks[0]])
+        raise PlacementError(
+            f"method {method!r} places operators whole: {operator.name} ({operator.source}) holds {held}, the largest device has "
+            f"{size_text(largest)}: use --method mcmc, which cuts operators, or a smaller batch"
+        ) from error
     return tuple(single(o, int(present[d])) for o, d in zip(graph.operators, found.device, strict=True))

@@ -49,7 +49,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         memory_limit=wanted.memory,
         memory_limit_origin=asked.limit.origin,
         objective=wanted.objective.name,
-        exact=outcome.exact and not made.stopped,
+        exact=outcome.exact and not made.stopped and made.session.solution.name == "plan",
         unlimited_s=step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
         stopped=made.stopped,
         microbatches=asked.microbatches,

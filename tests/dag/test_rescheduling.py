@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan.dag import Method, TaskSchedule, checked, planned, reschedule
+from shardplan.errors import ScheduleError
 from tests.dag.graphs import Tables, faults, overlaps, seconds_between, tables
 
 
@@ -111,6 +114,32 @@ def test_the_rest_can_be_proven_shortest() -> None:
     assert reschedule(old, dag, 3.5, leaves=[1], method="exact").makespan_s == pytest.approx(
         3.0 * (5 - sum(f <= 3.5 for f in old.finish_s)) + 3.0
     )
+
+
+@settings(max_examples=150)
+@given(tables(limited=False, max_devices=3), st.floats(0, 1), st.sampled_from(["fd-dps", "heft"]))
+def test_a_rescheduling_without_a_change_is_no_longer(case: Tables, share: float, method: Method) -> None:
+    dag = checked(case.times, case.edges)
+    before = planned(dag, method)
+    again = reschedule(before, dag, share * before.makespan_s, method=method)
+    assert again.makespan_s <= before.makespan_s * (1 + 1e-9)
+
+
+def test_a_schedule_of_another_dag_is_refused() -> None:
+    schedule = planned(checked([[2, 3], [4, 4], [4, 4]], {(0, 1): 1, (0, 2): 1}))
+    with pytest.raises(ScheduleError, match="task 0 begins before task 1 ends, which it follows in dag"):
+        reschedule(schedule, checked([[1, 1]] * 3, {(1, 0): 1}), 3)
+    table: Any = [[1, 1]] * 3
+    with pytest.raises(ScheduleError, match="not TaskSchedule and list: make the DAG with"):
+        reschedule(schedule, table, 3)
+    with pytest.raises(ScheduleError, match="planned takes a DAG, not list"):
+        planned(table)
+
+
+def test_one_number_of_memory_holds_for_a_device_that_joins() -> None:
+    dag = checked([[1, 1]] * 3, {}, memory=2, sizes=[1, 1, 1])
+    again = reschedule(planned(dag), dag, 0, times=[[1, 1, 1]] * 3)
+    assert sorted(again.device) == [0, 1, 2]
 
 
 def test_without_tasks_nothing_is_left_to_schedule() -> None:

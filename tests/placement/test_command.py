@@ -70,7 +70,7 @@ def test_a_gantt_chart_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "0"], "a budget of 0.0 seconds leaves no time to search: give a number above 0"),
+        (["--budget", "0"], "budget_s is 0.0: give a finite number of seconds above 0 for the search"),
         (["--seed", "-1"], "seed is -1: give a whole number of at least 0"),
         (["--cluster", "1024x8"], "1024x8 has 8,192 devices, too many to place operators on: take at most 4,096"),
         (["--start", "best"], "no start 'best': use some of dp, expert, random, plan"),

@@ -153,8 +153,8 @@ def test_the_stop_rule_ends_a_chain_that_no_longer_improves() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget_s": 0}, "a budget of 0 seconds leaves no time"),
-        ({"budget_s": float("inf")}, "a budget of inf seconds"),
+        ({"budget_s": 0}, "budget_s is 0: give a finite number of seconds above 0"),
+        ({"budget_s": float("inf")}, "budget_s is inf: give a finite number"),
         ({"budget_s": -1.0}, "above 0"),
         ({"chains": 0}, "chains is 0: give a whole number of at least 1"),
         ({"proposals": 1.5}, "proposals is 1.5: give a whole number of at least 1"),

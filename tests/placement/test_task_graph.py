@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from shardplan.placement.configurations import Configuration, degrees_of, groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.group_reductions import GroupPrices, members_of
 from shardplan.placement.operators import Edge, Weight
+from shardplan.placement.placement_problem import problem_of
 from shardplan.placement.shared_regions import shared_bytes
 from shardplan.placement.synchronisation import sync_groups
 from shardplan.placement.tensor_transfers import backward_transfers, forward_transfers
@@ -108,6 +110,22 @@ def test_slower_devices_take_longer() -> None:
     whole = tuple(Configuration((1,) * len(o.loops), (2,)) for o in here.graph.operators)
     fast, slower = here.simulation(), type(here)(here.graph, slow, here.tables).simulation()
     assert slower.full(whole) == pytest.approx(2 * fast.full(whole), rel=1e-6)
-    for wrong in ([1.0, 0.0, 1.0, 1.0], [1.0] * 3, [1, 1, 1, 10**400]):
-        with pytest.raises(PlacementError, match="4 devices: give a speed above 0"):
-            machine_of(here.machine.cluster, wrong)
+    for wrong, message in (
+        ([1.0, 0.0, 1.0, 1.0], r"speed\[1\] is 0: give a finite number above 0"),
+        ([1.0, 1.0, np.inf, 1.0], r"speed\[2\] is inf: give a finite number above 0"),
+        ([1.0] * 3, r"speed=\[1.0, 1.0, 1.0\]: give 4 numbers"),
+        ([1, 1, 1, 10**400], "give 4 numbers"),
+        ("fast", "speed='fast': give 4 numbers"),
+    ):
+        with pytest.raises(PlacementError, match=message):
+            machine_of(here.machine.cluster, wrong)  # type: ignore[arg-type]
+
+
+def test_a_device_or_connection_whose_time_cannot_be_counted_is_refused() -> None:
+    here = problem("mlp", "2x2")
+    with pytest.raises(PlacementError, match="device 2 has the speed 1e-15, so slow that the time of a step cannot be counted"):
+        problem_of(here.graph, machine_of(here.machine.cluster, [1, 1, 1e-15, 1]))
+    slow = replace(here.machine, bytes_per_s=here.machine.bytes_per_s * 1e-20)
+    with pytest.raises(PlacementError, match=r"a connection of 2x2 has .* bytes per second, so few that"):
+        problem_of(here.graph, slow)
+    problem_of(here.graph, machine_of(here.machine.cluster, [1, 1, 1e-6, 1]))

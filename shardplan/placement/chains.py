@@ -1,6 +1,7 @@
 """Several chains from several starts, one after the other or each in a process of its own.
 
-A process sends each improvement of its chain, as the observer hears it, and the chain when it ends.
+A process sends each improvement of its chain, as the observer hears it, and the chain when it ends. An interrupt ends the chains
+that run, and no other begins.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -63,24 +66,26 @@ def tasks_of(
     return [ChainTask(bare, names[c % len(names)], starts[names[c % len(names)]], (seed, c), each, engine) for c in range(count)]
 
 
-def run_all(tasks: Sequence[ChainTask], *, workers: int = 1, observer: Observer | None = None) -> list[Chain]:
-    """The chains of tasks, at most ``workers`` at once. With one worker they run here, and the observer hears of each."""
+def run_all(tasks: Sequence[ChainTask], *, workers: int = 1, observer: Observer | None = None) -> dict[int, Chain]:
+    """The chains by task, at most ``workers`` at once. With one worker they run here, and the observer hears of each."""
     if workers <= 1 or len(tasks) <= 1:
         best = float("inf")
-        found: list[Chain] = []
+        found: dict[int, Chain] = {}
         for n, task in enumerate(tasks):
 
             def heard(seconds: float, done: float, n: int = n, best: float = best) -> None:
                 if observer is not None:
                     observer(min(best, seconds), (n + done) / len(tasks))
 
-            found.append(task.run(heard))
-            best = min(best, found[-1].seconds)
+            found[n] = task.run(heard)
+            best = min(best, found[n].seconds)
+            if found[n].interrupted:
+                break
         return found
     return _in_processes(tasks, workers, observer)
 
 
-def _in_processes(tasks: Sequence[ChainTask], workers: int, observer: Observer | None) -> list[Chain]:
+def _in_processes(tasks: Sequence[ChainTask], workers: int, observer: Observer | None) -> dict[int, Chain]:
     """The chains of tasks, which the workers take in turn. The observer hears of improvements as they are sent."""
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -93,25 +98,52 @@ def _in_processes(tasks: Sequence[ChainTask], workers: int, observer: Observer |
                 process.kill()
 
 
-def _gathered(running: Sequence[subprocess.Popen[bytes]], count: int, observer: Observer | None) -> list[Chain]:
+def _gathered(running: Sequence[subprocess.Popen[bytes]], count: int, observer: Observer | None) -> dict[int, Chain]:
     """The chains that processes send, by task. Process n runs task n first, and then the next that it has."""
     found: dict[int, Chain] = {}
     best, done = float("inf"), [0.0] * count
     with contextlib.ExitStack() as stack:
         current = {stack.enter_context(_results(process)): n for n, process in enumerate(running)}
-        while current:
-            for pipe in cast("list[Connection[Any, Sent]]", wait(list(current))):
-                task, sent = current[pipe], _received(pipe)
-                seconds, done[task] = (sent.seconds, 1.0) if isinstance(sent, Chain) else sent
-                best = min(best, seconds)
-                if isinstance(sent, Chain):
-                    found[task] = sent
-                    current[pipe] += len(running)
-                    if current[pipe] >= count:
-                        del current[pipe]
-                if observer is not None:
-                    observer(best, sum(done) / count)
-    return [found[task] for task in range(count)]
+        try:
+            while current:
+                for pipe in cast("list[Connection[Any, Sent]]", wait(list(current))):
+                    task, sent = current[pipe], _received(pipe)
+                    seconds, done[task] = (sent.seconds, 1.0) if isinstance(sent, Chain) else sent
+                    best = min(best, seconds)
+                    if isinstance(sent, Chain):
+                        found[task] = sent
+                        current[pipe] += len(running)
+                        if current[pipe] >= count:
+                            del current[pipe]
+                    if observer is not None:
+                        observer(best, sum(done) / count)
+        except KeyboardInterrupt:
+            found |= _interrupted(running, current)
+            if not found:
+                raise
+    return found
+
+
+def _interrupted(running: Sequence[subprocess.Popen[bytes]], current: Mapping[Connection[Any, Sent], int]) -> dict[int, Chain]:
+    """The chains that the processes end with when they are interrupted, by task; those that come in time."""
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    found: dict[int, Chain] = {}
+    left, until_s = dict(current), time.monotonic() + _PATIENCE_S
+    while left and (ready := wait(list(left), max(0.0, until_s - time.monotonic()))):
+        for pipe in cast("list[Connection[Any, Sent]]", ready):
+            try:
+                sent = _received(pipe)
+            except PlacementError:  # it was between two chains
+                del left[pipe]
+                continue
+            if isinstance(sent, Chain):
+                found[left.pop(pipe)] = sent
+    return found
+
+
+_PATIENCE_S = 5.0
+"""How long processes may take to end their chains after an interrupt: a proposal takes milliseconds."""
 
 
 def _begun(tasks: Sequence[ChainTask]) -> subprocess.Popen[bytes]:
@@ -147,6 +179,8 @@ def cores() -> int:
 
 
 if __name__ == "__main__":
-    with Connection(os.dup(sys.stdout.fileno()), readable=False) as results:
+    with contextlib.suppress(KeyboardInterrupt), Connection(os.dup(sys.stdout.fileno()), readable=False) as results:
         for given in pickle.load(sys.stdin.buffer):
-            results.send(given.run(lambda seconds, done: results.send((seconds, done))))
+            results.send(chain := given.run(lambda seconds, done: results.send((seconds, done))))
+            if chain.interrupted:
+                break

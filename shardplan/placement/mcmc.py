@@ -26,6 +26,7 @@ from shardplan.placement.configurations import (
     degrees_of,
     random_configuration,
 )
+from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
@@ -48,7 +49,8 @@ class ChainLimits:
 class Chain:
     """What one chain found. ``simulated`` counts the proposals that were simulated: others exceed a bound at once.
 
-    ``history`` has (proposals, seconds since the start, seconds of the best step) at each improvement.
+    ``history`` has (proposals, seconds since the start, seconds of the best step) at each improvement. ``interrupted``: the user
+    ended the chain.
     """
 
     strategy: Strategy
@@ -58,6 +60,7 @@ class Chain:
     accepted: int
     elapsed_s: float
     history: tuple[tuple[int, float, float], ...]
+    interrupted: bool = False
 
 
 Observer = Callable[[float, float], None]
@@ -167,7 +170,7 @@ def anneal(
     observer: Observer | None = None,
     engine: Engine = "auto",
 ) -> Chain:
-    """One chain from a strategy, which fits in memory, until its limits. Proposals that do not fit are rejected.
+    """One chain from a strategy, which fits in memory, until its limits or an interrupt. Proposals that do not fit are rejected.
 
     A ``proposer`` of its own searches a part of the space.
     """
@@ -176,38 +179,44 @@ def anneal(
     simulation.full(start)
     loads = Loads(problem, start)
     memory = Memory(problem, start) if may_exceed(problem) else None
-    best, best_strategy = simulation.ticks, tuple(start)
+    best: tuple[int, Strategy] = simulation.ticks, tuple(start)
     history = [(0, time.monotonic() - began, simulation.seconds)]
     proposals = simulated = accepted = 0
     count, related = len(problem.graph.operators), related_of(problem)
     beta = CONSTANTS.beta * count if beta is None else beta
     least = least_proposals(count)
-    while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
-        proposals += 1
-        proposed = proposer(problem, simulation.strategy, related, draw, groups)
-        slack = -math.log(1.0 - draw.random()) / beta
-        before = {i: own for i in proposed if (own := simulation.strategy[i]) != proposed[i]}
-        if not before:
-            continue
-        changed = {i: proposed[i] for i in before}
-        limit = simulation.ticks + int(simulation.ticks * slack)
-        if (busy := loads.changed(before, changed)).max() > limit:
-            continue
-        simulated += 1
-        if simulation.change(changed, limit) is None:
-            simulation.undo()
-            continue
-        if memory is not None and not memory.changed(simulation.strategy, before):
-            simulation.undo()
-            continue
-        accepted += 1
-        loads.ticks = busy
-        if simulation.ticks < best:
-            best, best_strategy = simulation.ticks, tuple(simulation.strategy)
-            history.append((proposals, time.monotonic() - began, simulation.seconds))
-            if observer is not None:
-                observer(simulation.seconds, min(1.0, history[-1][1] / limits.budget_s))
-    return Chain(best_strategy, history[-1][2], proposals, simulated, accepted, time.monotonic() - began, tuple(history))
+    interrupted = False
+    try:
+        while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
+            proposals += 1
+            proposed = proposer(problem, simulation.strategy, related, draw, groups)
+            slack = -math.log(1.0 - draw.random()) / beta
+            before = {i: own for i in proposed if (own := simulation.strategy[i]) != proposed[i]}
+            if not before:
+                continue
+            changed = {i: proposed[i] for i in before}
+            limit = simulation.ticks + int(simulation.ticks * slack)
+            if (busy := loads.changed(before, changed)).max() > limit:
+                continue
+            simulated += 1
+            if simulation.change(changed, limit) is None:
+                simulation.undo()
+                continue
+            if memory is not None and not memory.changed(simulation.strategy, before):
+                simulation.undo()
+                continue
+            accepted += 1
+            loads.ticks = busy
+            if simulation.ticks < best[0]:
+                best = simulation.ticks, tuple(simulation.strategy)
+                history.append((proposals, time.monotonic() - began, simulation.seconds))
+                if observer is not None:
+                    observer(simulation.seconds, min(1.0, history[-1][1] / limits.budget_s))
+    except KeyboardInterrupt:  # goes on with the best so far
+        interrupted = True
+    ticks, strategy = best
+    elapsed_s = time.monotonic() - began
+    return Chain(strategy, ticks * TICK_S, proposals, simulated, accepted, elapsed_s, tuple(history), interrupted)
 
 
 def over(limits: ChainLimits, proposals: int, enough: int, elapsed_s: float) -> bool:

@@ -58,6 +58,11 @@ class RegionPlans:
                 best, seconds = tried, simulation.seconds
         return replace(candidate, strategy=tuple(best), seconds=seconds)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt ended a chain: those after it only begin."""
+        return any(c.interrupted for c in self.chains)
+
     def _plan(self, region: Region, strategy: Sequence[Configuration]) -> Strategy:
         own = tuple(strategy[i] for i in region.operators)
         here = part_of(self.problem, region.operators)
@@ -65,7 +70,7 @@ class RegionPlans:
         if key not in self._plans:
             most = CONSTANTS.least_proposals[1] * len(own)
             limits = ChainLimits(
-                max(0.0, self.until_s - time.monotonic()),
+                0.0 if self.interrupted else max(0.0, self.until_s - time.monotonic()),
                 most if self.limits.proposals is None else min(most, self.limits.proposals),
             )
             draw = np.random.default_rng((self.seed, 1 << 21, len(self._plans)))

@@ -106,6 +106,8 @@ def region_search(
     heard: Observer | None = None if observer is None else lambda s, done: observer(s, PROPOSED * done)
     share = replace(limits, budget_s=max(0.0, proposed_s - time.monotonic()))
     found = search(problem, starts, share, chains=chains, seed=seed, workers=workers, observer=heard, engine=engine)
+    if found.interrupted:
+        return found, regions_of(problem, found.strategy, used_groups(found.strategy))
     proposed = Candidate(found.origin, used_groups(found.strategy), found.strategy, found.seconds)
     baselines = {"dp": data_parallel(problem), "expert": expert(problem)} | dict(starts)
     known = [Candidate(name, used_groups(s), s, problem.seconds(s, engine)) for name, s in baselines.items()]
@@ -114,7 +116,7 @@ def region_search(
     planned = [inside.planned(c) for c in first if _fits(problem, c)]
     ranked = sorted((c for c in planned if _fits(problem, c)), key=lambda c: c.seconds)
     for n, candidate in enumerate(ranked[:2]):
-        left = max(0.0, end_s - time.monotonic()) / (2 - n)
+        left = 0.0 if inside.interrupted else max(0.0, end_s - time.monotonic()) / (2 - n)
         draw = np.random.default_rng((seed, 2 << 20, n))
         chain = anneal(problem, candidate.strategy, draw, replace(limits, budget_s=left), groups=candidate.groups, engine=engine)
         inside.chains.append(chain)

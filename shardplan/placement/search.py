@@ -37,6 +37,11 @@ class BestStrategy:
         return sum(c.proposals for c in self.chains)
 
     @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt ended the search: this is the best so far."""
+        return any(c.interrupted for c in self.chains)
+
+    @property
     def simulations_per_s(self) -> float:
         """Proposals that one core decides in a second, those that a bound rejects without a simulation included."""
         elapsed = sum(c.elapsed_s for c in self.chains)
@@ -111,9 +116,8 @@ def search(
     workers = min(count, cores()) if workers is None else workers
     tasks = tasks_of(problem, starts, limits, chains=chains, seed=seed, workers=workers, engine=engine)
     found = run_all(tasks, workers=workers, observer=observer)
-    ranked = [(c.seconds, n) for n, c in enumerate(found)]
-    least, n = min(ranked)
+    least, n = min((c.seconds, n) for n, c in found.items())
     name = min(seconds, key=lambda s: seconds[s])
     if seconds[name] <= least:
-        return BestStrategy(starts[name], seconds[name], name, every, tuple(found))
-    return BestStrategy(found[n].strategy, least, f"a chain from {tasks[n].start}", every, tuple(found))
+        return BestStrategy(starts[name], seconds[name], name, every, tuple(found.values()))
+    return BestStrategy(found[n].strategy, least, f"a chain from {tasks[n].start}", every, tuple(found.values()))

@@ -69,6 +69,7 @@ class Placement:
     regions: tuple[Region, ...] = ()
     plan_priced_s: float | None = None
     schedule_s: float | None = None
+    interrupted: bool = False
 
     def __repr__(self) -> str:
         count = len(self.strategy)
@@ -155,6 +156,7 @@ class Placement:
             "proposals": self.proposals,
             "simulations_per_s": self.simulations_per_s,
             "origin": self.origin,
+            "interrupted": self.interrupted,
             "regions": [
                 {"devices": list(r.devices), "operators": [names[i] for i in r.operators], "seconds": r.seconds}
                 for r in self.regions
@@ -162,6 +164,13 @@ class Placement:
             "degrees": {name: list(c.degrees) for name, c in zip(names, self.strategy, strict=True)},
             "data_parallel_more_s": dict(zip(names, self.gains, strict=True)),
         }
+
+    @property
+    def _searched(self) -> str:
+        if not self.proposals:
+            return "no proposals"
+        text = f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core"
+        return f"{text}; interrupted: this is the best so far" if self.interrupted else text
 
     def text(self, title: str = "the step") -> str:
         """The step beside its baselines, and where each operator runs, for people."""
@@ -182,7 +191,7 @@ class Placement:
             speeds={d: float(self.problem.machine.speed[d]) for d in self.problem.machine.present},
             title=title,
             origin=self.origin,
-            searched=f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core",
+            searched=self._searched,
         )
 
 
@@ -257,6 +266,7 @@ def place(
         regions,
         priced_s,
         found.starts.get(method),
+        found.interrupted,
     )
 
 

@@ -121,7 +121,39 @@ def test_chains_in_processes_are_those_in_this_one() -> None:
     starts = starts_of(here, ("dp", "random"), 0, None)
     tasks = tasks_of(here, starts, ChainLimits(proposals=30), chains=2, seed=0, workers=2, engine="python")
     apart, here_alone = run_all(tasks, workers=2), run_all(tasks, workers=1)
-    assert [c.strategy for c in apart] == [c.strategy for c in here_alone]
+    assert {n: c.strategy for n, c in apart.items()} == {n: c.strategy for n, c in here_alone.items()}
+    assert sorted(apart) == [0, 1]
+
+
+def test_an_interrupt_ends_a_chain_with_the_best_so_far() -> None:
+    here = problem("rnn", "2x2")
+    told: list[float] = []
+
+    def observer(seconds: float, _: float) -> None:
+        told.append(seconds)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    tasks = tasks_of(
+        here, starts_of(here, ("dp", "random"), 0, None), ChainLimits(), chains=2, seed=0, workers=1, engine="python"
+    )
+    found = run_all(tasks, workers=1, observer=observer)
+    assert sorted(found) == [0], "no other chain begins"
+    assert found[0].interrupted
+    assert found[0].seconds == told[-1] == here.seconds(found[0].strategy)
+
+
+def test_an_interrupt_ends_the_chains_of_processes_with_the_best_so_far() -> None:
+    here = problem("rnn", "2x2")
+
+    def observer(*_: float) -> None:
+        raise KeyboardInterrupt
+
+    starts = starts_of(here, ("dp", "random"), 0, None)
+    found = search(here, starts, ChainLimits(), workers=2, observer=observer, engine="python")
+    assert found.interrupted
+    assert all(c.interrupted for c in found.chains)
+    assert found.seconds == here.seconds(found.strategy) <= min(found.starts.values())
 
 
 def test_processes_tell_of_each_improvement() -> None:
@@ -130,9 +162,9 @@ def test_processes_tell_of_each_improvement() -> None:
     told: list[tuple[float, float]] = []
     tasks = tasks_of(here, starts, ChainLimits(proposals=200), chains=3, seed=0, workers=2, engine="python")
     found = run_all(tasks, workers=2, observer=lambda seconds, done: told.append((seconds, done)))
-    assert len(told) == sum(len(c.history) for c in found)  # a history begins with the start, and a chain ends once
+    assert len(told) == sum(len(c.history) for c in found.values())  # a history begins with the start, and a chain ends once
     assert [seconds for seconds, _ in told] == sorted((s for s, _ in told), reverse=True)
-    assert told[-1] == (min(c.seconds for c in found), 1.0)
+    assert told[-1] == (min(c.seconds for c in found.values()), 1.0)
     assert len(told) > 3
 
 

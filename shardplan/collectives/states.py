@@ -4,7 +4,7 @@ A reduction over ``k`` devices cuts the data into ``k`` chunks. The state of a d
 ``r`` says which devices have contributed to its copy of chunk ``r``; an empty row means that it has no copy. Here a state is one
 integer of ``k * k`` bits, with row ``r`` at bits ``r * k`` and up, so that a collective is a few integer operations.
 
->>> space = Space(2)
+>>> space = StateSpace(2)
 >>> context = space.initial()
 >>> [space.show(s) for s in space.apply(Collective.ALL_REDUCE, context)]
 ['11/11', '11/11']

@@ -115,7 +115,7 @@ def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> 
 
     ``seconds`` [chunks] are those of the tasks, ``send_s`` those of a transfer between two devices, which work meanwhile.
 
-    >>> order = (Work("forward", 0, 0), Work("both", 0, 0))
+    >>> order = (PipelineTask("forward", 0, 0), PipelineTask("both", 0, 0))
     >>> run(Pipeline("alone", (0,), (order,)), [Seconds(1.0, 1.0, 1.0)]).makespan_s
     3.0
     """

@@ -30,7 +30,7 @@ from shardplan.placement.device_topology import TICK_S
 from shardplan.placement.held_bytes import Memory, may_exceed
 from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import PlacementProblem
-from shardplan.placement.simulation import Engine
+from shardplan.placement.simulation import Engine, Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +199,7 @@ def anneal(
             if (busy := loads.changed(before, changed)).max() > limit:
                 continue
             simulated += 1
-            if simulation.change(changed, limit) is None:
-                simulation.undo()
-                continue
-            if memory is not None and not memory.changed(simulation.strategy, before):
-                simulation.undo()
+            if not _taken(simulation, memory, before, changed, limit):
                 continue
             accepted += 1
             loads.ticks = busy
@@ -214,9 +210,22 @@ def anneal(
                     observer(simulation.seconds, min(1.0, history[-1][1] / limits.budget_s))
     except KeyboardInterrupt:  # goes on with the best so far
         interrupted = True
-    ticks, strategy = best
-    elapsed_s = time.monotonic() - began
-    return Chain(strategy, ticks * TICK_S, proposals, simulated, accepted, elapsed_s, tuple(history), interrupted)
+    counts = proposals, simulated, accepted
+    return Chain(best[1], best[0] * TICK_S, *counts, time.monotonic() - began, tuple(history), interrupted)
+
+
+def _taken(
+    simulation: Simulation,
+    memory: Memory | None,
+    before: Mapping[int, Configuration],
+    changed: Mapping[int, Configuration],
+    limit: int,
+) -> bool:
+    """Changes the strategy, if a step then takes at most ``limit`` ticks and fits in memory; whether it did."""
+    if simulation.change(changed, limit) is not None and (memory is None or memory.changed(simulation.strategy, before)):
+        return True
+    simulation.undo()
+    return False
 
 
 def over(limits: ChainLimits, proposals: int, enough: int, elapsed_s: float) -> bool:

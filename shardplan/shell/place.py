@@ -250,8 +250,7 @@ def place(
     if "plan" not in names:
         warn_of_graph(graph, resolved.device)  # a plan warns itself
     planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
-    starts = known | starts_of(problem, names, seed, planned)
-    limits = ChainLimits(budget_s, proposals)
+    starts, limits = known | starts_of(problem, names, seed, planned), ChainLimits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
     return Placement(
         problem,

@@ -9,8 +9,9 @@ Any other op gets the whole value. Arguments that no op needs whole become one a
 # pyright: basic
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,25 +89,25 @@ def staged_program(program: Program, parts: Microbatches, stages: int, replicate
 
 def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:
     """The number of layers: the length of the loops that read the most elements of arguments slice by slice; 1 without a loop."""
-    elements = _loop_elements(program, batch)
+    elements = _loop_elements(program, batch, program.ops)
     found = max(elements, key=lambda n: elements[n], default=1)
     return found if elements[found] else 1
 
 
 def _long_loops(program: Program, batch: Sequence[int], count: int) -> list[int]:
-    """The lengths of loops that divide into ``count`` stages, and that one stage cannot have whole: it would hold more elements
-    than its share, by over `CONSTANTS.whole_loop`.
+    """The lengths of loops of the forward pass that divide into ``count`` stages, and that one stage cannot have whole: it would
+    hold more elements than its share, by over `CONSTANTS.whole_loop`.
     """
-    elements = _loop_elements(program, batch)
+    elements = _loop_elements(program, batch, itertools.takewhile(lambda op: not op.backward, program.ops))
     much = CONSTANTS.whole_loop * elements.total()
     return [n for n, own in elements.items() if n > 1 and n % count == 0 and own * (count - 1) > much]
 
 
-def _loop_elements(program: Program, batch: Sequence[int]) -> Counter[int]:
-    """The elements of arguments that the loops of each length read slice by slice."""
+def _loop_elements(program: Program, batch: Sequence[int], ops: Iterable[Op]) -> Counter[int]:
+    """The elements of arguments that the loops of each length among ``ops`` read slice by slice."""
     from_argument = {t: t for i, t in enumerate(program.inputs) if i not in batch}
     elements: Counter[int] = Counter()
-    for op in program.ops:
+    for op in ops:
         if op.control == "scan":
             first = int(op.params["num_consts"]) + int(op.params["num_carry"])
             own = {from_argument[t] for t in op.inputs[first:] if isinstance(t, int) and t in from_argument}
@@ -143,7 +144,7 @@ class _InParts:
     def __init__(self, program: Program, signatures: Mapping[int, Signature], count: int, split: frozenset[int]) -> None:
         self.program, self.signatures, self.count, self.split = program, signatures, count, split
         self.needed_whole: set[int] = set()
-        self.loops = 0
+        self.loops, self._after_forward = 0, False
         self._loop_of: dict[int, int] = {}  # the last loop of the forward pass that takes slices of an argument
         self._inputs, self._outputs = (
             _numbered([count if i in split else 1 for i in range(len(program.inputs))]),
@@ -191,12 +192,13 @@ class _InParts:
     def __call__(self, *flat: Any) -> list[Any]:
         """The flat results in parts."""
         values: dict[int, Any] = dict(self.program.constants)
-        self.loops = 0
+        self.loops, self._after_forward = 0, False
         for i, (t, own) in enumerate(zip(self.program.inputs, self._inputs, strict=True)):
             xs = tuple(flat[n] for n in own)
             values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
         for op in self.program.ops:
             operands = [operand_of(values, x) for x in op.inputs]
+            self._after_forward |= op.backward
             with _jax.traced_at(op.handle, op.scope):
                 values.update(zip(op.outputs, self._results(op, operands), strict=True))
         found: list[Any] = []
@@ -232,11 +234,13 @@ class _InParts:
         stacked = operands[int(op.params["num_consts"]) + int(op.params["num_carry"]) :]
         return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
-    def _number(self, op: Op, stacked: Sequence[Any]) -> int:
-        """The number of a loop over layers of the forward pass; of its loop, for one of the backward pass."""
+    def _number(self, stacked: Sequence[Any]) -> int:
+        """The number of a loop over layers of the forward pass. A loop of the backward pass, or after it (in an
+        optimizer), has that of the last loop that made what it reads, or that reads the same arguments.
+        """
         parts = [x for x in stacked if isinstance(x, _Parts) and x.dim == 0]
         arguments = frozenset[int]().union(*(x.made_from for x in parts))
-        if op.backward and self.loops:
+        if self._after_forward and self.loops:
             loops = frozenset[int]().union(*(x.loops for x in parts)) or {self._loop_of.get(i, 0) for i in arguments} or {0}
             return max(loops)
         self.loops += 1
@@ -249,7 +253,7 @@ class _InParts:
         fixed = [self._whole(x) for x in operands[:consts]]
         state = [self._whole(x) for x in operands[consts : consts + carries]]
         stacks = [self._parts(x) for x in operands[consts + carries :]]
-        loop = self._number(op, operands[consts + carries :])
+        loop = self._number(operands[consts + carries :])
         order = range(self.count)[::-1] if op.params["reverse"] else range(self.count)
         made: dict[int, Sequence[Any]] = {}
         for n in order:

@@ -174,6 +174,24 @@ def test_stages_hold_layers_of_an_encoder_and_of_a_decoder(encoder: int, decoder
     assert found.passed, found
 
 
+def test_a_loop_over_layers_in_the_optimizer_is_no_chunk() -> None:
+    """As Muon has it: each layer's gradient is made orthogonal, layer by layer."""
+
+    def orthogonal(g: jax.Array) -> jax.Array:
+        g = g / (jnp.linalg.norm(g) + 1e-6)
+        return 1.5 * g - 0.5 * g @ g.T @ g
+
+    def step(w: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        gradients["blocks"]["up"] = jax.lax.map(orthogonal, gradients["blocks"]["up"])
+        return descended(w, gradients), value
+
+    args = weights(), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    plan: Any = shardplan.plan(step, *args, cluster="4", microbatches=2, axes={"stage": 2})
+    assert plan.chunks == (0, 1)
+    assert verify(plan, step, args).passed
+
+
 def test_a_short_loop_beside_a_long_one_stays_whole() -> None:
     step, args = two_loops(2, 16)
     found = in_layer_parts(trace(step, *args).program, 2)

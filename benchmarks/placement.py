@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
-from shardplan.placement.mcmc import ChainLimits, anneal, propose
+from shardplan.placement.mcmc import ChainLimits, Present, anneal, propose
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
 from shardplan.placement.starts import data_parallel
 from shardplan.report.tables import table
@@ -53,12 +53,12 @@ def walks(problem: PlacementProblem, start: Strategy, proposals: int, seed: int 
     anneal(problem, start, np.random.default_rng(seed + 1), ChainLimits(proposals=3), engine="numba")  # compiles
     sampled, drawn, different = list[Strategy](), 0, 0
 
-    def noted(*given: Any) -> dict[int, Configuration]:
+    def noted(at: Present) -> dict[int, Configuration]:
         nonlocal drawn, different
-        changed, strategy = propose(*given), cast(Strategy, given[1])
-        different += any(strategy[i] != own for i, own in changed.items())
+        changed = propose(at)
+        different += any(at.strategy[i] != own for i, own in changed.items())
         if drawn % max(1, proposals // FULL) == 0:
-            sampled.append(tuple(changed.get(i, own) for i, own in enumerate(strategy)))
+            sampled.append(tuple(changed.get(i, own) for i, own in enumerate(at.strategy)))
         drawn += 1
         return changed
 

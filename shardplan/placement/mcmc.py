@@ -75,10 +75,28 @@ class Related:
     layer: tuple[tuple[int, ...], ...]
 
 
-Proposer = Callable[
-    [PlacementProblem, Sequence[Configuration], Related, np.random.Generator, Sequence[Group] | None], Mapping[int, Configuration]
-]
-"""Draws operators with another configuration for each, given the present strategy. They are cut over ``groups`` (None: any)."""
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What a proposal is drawn from: the present strategy, and the devices over which each operator is cut (None: any)."""
+
+    problem: PlacementProblem
+    strategy: Sequence[Configuration]
+    related: Related
+    draw: np.random.Generator
+    groups: Sequence[Group] | None = None
+
+    def one_of(self, count: int) -> int:
+        """A number below ``count``."""
+        return int(self.draw.integers(count))
+
+    def near(self, i: int) -> Configuration | None:
+        """The configuration of a neighbour of operator i, at times (`CONSTANTS.from_neighbour`); else None."""
+        near = self.related.neighbours[i]
+        return self.strategy[near[self.one_of(len(near))]] if near and self.draw.random() < CONSTANTS.from_neighbour else None
+
+
+Proposer = Callable[[Present], Mapping[int, Configuration]]
+"""Draws operators with another configuration for each."""
 
 
 def least_proposals(operators: int) -> int:
@@ -86,42 +104,25 @@ def least_proposals(operators: int) -> int:
     return max(CONSTANTS.least_proposals[0], CONSTANTS.least_proposals[1] * operators)
 
 
-def propose(
-    problem: PlacementProblem,
-    strategy: Sequence[Configuration],
-    related: Related,
-    draw: np.random.Generator,
-    groups: Sequence[Group] | None = None,
-) -> dict[int, Configuration]:
-    """An operator or its layer, and another configuration for it, at random; some on the devices of a neighbour.
-
-    ``groups[i]`` are the devices over which operator i is cut (None: any).
-    """
-    i = int(draw.integers(len(strategy)))
-    chosen = _other(problem, strategy, i, related.neighbours[i], draw, groups)
-    if draw.random() >= CONSTANTS.whole_layers:
+def propose(at: Present) -> dict[int, Configuration]:
+    """An operator or its layer, and another configuration for it, at random; some on the devices of a neighbour."""
+    i = at.one_of(len(at.strategy))
+    chosen = _other(at, i)
+    if at.draw.random() >= CONSTANTS.whole_layers:
         return {i: chosen}
-    return {j: chosen for j in related.layer[i] if groups is None or set(groups[j]) == set(groups[i])}
+    return {j: chosen for j in at.related.layer[i] if at.groups is None or set(at.groups[j]) == set(at.groups[i])}
 
 
-def _other(
-    problem: PlacementProblem,
-    strategy: Sequence[Configuration],
-    i: int,
-    near: Sequence[int],
-    draw: np.random.Generator,
-    groups: Sequence[Group] | None,
-) -> Configuration:
+def _other(at: Present, i: int) -> Configuration:
     """Another configuration for operator i."""
-    operator = problem.graph.operators[i]
-    if near and draw.random() < CONSTANTS.from_neighbour:
-        devices = strategy[near[int(draw.integers(len(near)))]].devices
-        fitting = [d for d in degrees_of(operator, len(devices)) if math.prod(d) == len(devices)]
-        if fitting and (groups is None or set(devices) == set(groups[i])):
-            return Configuration(fitting[int(draw.integers(len(fitting)))], devices)
+    operator, machine, groups = at.problem.graph.operators[i], at.problem.machine, at.groups
+    if (near := at.near(i)) is not None:
+        fitting = [d for d in degrees_of(operator, len(near.devices)) if math.prod(d) == len(near.devices)]
+        if fitting and (groups is None or set(near.devices) == set(groups[i])):
+            return Configuration(fitting[at.one_of(len(fitting))], near.devices)
     if groups is not None:
-        return configuration_within(operator, problem.machine.cluster.shape, groups[i], draw)
-    return random_configuration(operator, problem.machine.cluster.shape, draw, problem.machine.absent)
+        return configuration_within(operator, machine.cluster.shape, groups[i], at.draw)
+    return random_configuration(operator, machine.cluster.shape, at.draw, machine.absent)
 
 
 def related_of(problem: PlacementProblem) -> Related:
@@ -189,7 +190,7 @@ def anneal(
     try:
         while not over(limits, proposals, max(least, 2 * history[-1][0]), time.monotonic() - began):
             proposals += 1
-            proposed = proposer(problem, simulation.strategy, related, draw, groups)
+            proposed = proposer(Present(problem, simulation.strategy, related, draw, groups))
             slack = -math.log(1.0 - draw.random()) / beta
             before = {i: own for i in proposed if (own := simulation.strategy[i]) != proposed[i]}
             if not before:

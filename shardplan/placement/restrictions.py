@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan.constants import CONSTANTS
-from shardplan.placement.configurations import Configuration, Group, Strategy, degrees_of, single
-from shardplan.placement.mcmc import Chain, ChainLimits, Related, anneal, layers_of
+from shardplan.placement.configurations import Configuration, Strategy, degrees_of, single
+from shardplan.placement.mcmc import Chain, ChainLimits, Present, anneal, layers_of
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.whole_operators import scheduled
 
@@ -30,21 +30,12 @@ def colocrl(problem: PlacementProblem, limits: ChainLimits, seed: int = 0) -> Ch
     return min(chains, key=lambda c: c.seconds)
 
 
-def on_one_device(
-    problem: PlacementProblem,
-    strategy: Sequence[Configuration],
-    related: Related,
-    draw: np.random.Generator,
-    groups: Sequence[Group] | None,
-) -> dict[int, Configuration]:
+def on_one_device(at: Present) -> dict[int, Configuration]:
     """An operator whole on another device, which may be that of a neighbour."""
-    i = int(draw.integers(len(strategy)))
-    near = related.neighbours[i]
-    if near and draw.random() < CONSTANTS.from_neighbour:
-        device = strategy[near[int(draw.integers(len(near)))]].devices[0]
-    else:
-        device = int(draw.integers(problem.machine.count))
-    return {i: single(problem.graph.operators[i], device)}
+    i = at.one_of(len(at.strategy))
+    near = at.near(i)
+    device = near.devices[0] if near is not None else at.one_of(at.problem.machine.count)
+    return {i: single(at.problem.graph.operators[i], device)}
 
 
 def optcnn(problem: PlacementProblem, starts: Sequence[Strategy], limits: ChainLimits, seed: int = 0) -> Chain:
@@ -69,20 +60,14 @@ def optcnn(problem: PlacementProblem, starts: Sequence[Strategy], limits: ChainL
     return min(chains, key=lambda c: c.seconds)
 
 
-def layer_on_all(
-    problem: PlacementProblem,
-    strategy: Sequence[Configuration],
-    related: Related,
-    draw: np.random.Generator,
-    groups: Sequence[Group] | None,
-) -> dict[int, Configuration]:
+def layer_on_all(at: Present) -> dict[int, Configuration]:
     """A layer in random degrees, on the first devices or on devices spread over all."""
-    layers = tuple(dict.fromkeys(related.layer))
-    layer, count = layers[int(draw.integers(len(layers)))], problem.machine.count
-    choices = degrees_of(problem.graph.operators[layer[0]], count)
-    degrees = choices[int(draw.integers(len(choices)))]
+    layers, count = tuple(dict.fromkeys(at.related.layer)), at.problem.machine.count
+    layer = layers[at.one_of(len(layers))]
+    choices = degrees_of(at.problem.graph.operators[layer[0]], count)
+    degrees = choices[at.one_of(len(choices))]
     parts = math.prod(degrees)
-    step = count // parts if draw.random() < 0.5 else 1
+    step = count // parts if at.draw.random() < 0.5 else 1
     return dict.fromkeys(layer, Configuration(degrees, tuple(range(0, parts * step, step))))
 
 

@@ -77,7 +77,13 @@ def run_all(tasks: Sequence[ChainTask], *, workers: int = 1, observer: Observer 
                 if observer is not None:
                     observer(min(best, seconds), (n + done) / len(tasks))
 
-            found[n] = task.run(heard)
+            try:
+                found[n] = task.run(heard)
+            except KeyboardInterrupt:  # before it began
+                if not found:
+                    raise
+                found[n - 1] = replace(found[n - 1], interrupted=True)
+                break
             best = min(best, found[n].seconds)
             if found[n].interrupted:
                 break
@@ -149,7 +155,7 @@ _PATIENCE_S = 5.0
 def _begun(tasks: Sequence[ChainTask]) -> subprocess.Popen[bytes]:
     """A process that has read its tasks and runs them. Ctrl-C reaches this process alone, which ends the other."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardplan.placement.chains"],
+        [sys.executable, "-c", _PROCESS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -178,8 +184,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-if __name__ == "__main__":
+_PROCESS = """
+import signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit())  # while it imports
+from shardplan.placement.chains import run_tasks
+run_tasks()
+"""
+
+
+def run_tasks() -> None:
+    """Runs the tasks that come over standard input, in a process of its own."""
     with contextlib.suppress(KeyboardInterrupt), Connection(os.dup(sys.stdout.fileno()), readable=False) as results:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for given in pickle.load(sys.stdin.buffer):
             results.send(chain := given.run(lambda seconds, done: results.send((seconds, done))))
             if chain.interrupted:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,10 @@ import pytest
 from shardplan.constants import CONSTANTS
 from shardplan.errors import PlacementError
 from shardplan.mesh.singles import SingleDevice
-from shardplan.placement.chains import run_all, tasks_of
+from shardplan.placement.chains import _begun, run_all, tasks_of
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_topology import machine_of
-from shardplan.placement.mcmc import ChainLimits, anneal, propose, related_of
+from shardplan.placement.mcmc import ChainLimits, Present, anneal, propose, related_of
 from shardplan.placement.placement_problem import PlacementProblem
 from shardplan.placement.search import check_limits, check_names, search, starts_of
 from shardplan.placement.starts import data_parallel, expert, random_strategy
@@ -103,7 +105,7 @@ def _plain_chain(here: PlacementProblem, draw: np.random.Generator, proposals: i
     cost = best = simulation.full(strategy)
     best_strategy = tuple(strategy)
     for _ in range(proposals):
-        changed = propose(here, strategy, related, draw)
+        changed = propose(Present(here, strategy, related, draw))
         slack = -math.log(1.0 - draw.random()) / (CONSTANTS.beta * len(strategy))
         proposed = [changed.get(i, own) for i, own in enumerate(strategy)]
         if proposed == strategy:
@@ -141,6 +143,16 @@ def test_an_interrupt_ends_a_chain_with_the_best_so_far() -> None:
     assert sorted(found) == [0], "no other chain begins"
     assert found[0].interrupted
     assert found[0].seconds == told[-1] == here.seconds(found[0].strategy)
+
+
+def test_an_interrupted_process_that_is_starting_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    here = problem("mlp", "2")
+    tasks = tasks_of(here, starts_of(here, ("dp",), 0, None), ChainLimits(), chains=1, seed=0, workers=1, engine="python")
+    with _begun(tasks) as process:
+        time.sleep(0.3)  # it imports for longer than this
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupt_ends_the_chains_of_processes_with_the_best_so_far() -> None:

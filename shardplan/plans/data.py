@@ -149,6 +149,11 @@ class PlanData:
     explanations: Mapping[str, str] | None = None
 
     @property
+    def replaced(self) -> bool:
+        """Whether a baseline, which as scheduled is faster, took the place of what the search found."""
+        return self.limited and self.objective == "time" and not self.fixed_axes
+
+    @property
     def argument_types(self) -> dict[str, str]:
         """The type of each argument, by path: ``{"params/up": "float32[512, 2048]"}``."""
         return {a.path: f"{a.dtype}{list(a.shape)}" for a in self.arguments}

@@ -177,19 +177,18 @@ def bound_text(plan: PlanData) -> str:
     pins += {"layers": " with one choice for equal layers", "none": "", "timesteps": ""}[plan.one_choice]
     pins += " with what is computed again" if plan.remat.parts else ""
     pins += ", as the search prices collectives" if plan.backend == "explicit" else ""
-    replaced = plan.limited and plan.objective == "time" and not plan.fixed_axes
-    return f"{_bound_text(plan, pins, replaced=replaced)}{_REPLACED if replaced else ''}"
+    return f"{_bound_text(plan, pins)}{_REPLACED if plan.replaced else ''}"
 
 
 _REPLACED = "; a baseline was chosen: as scheduled it is faster than what the search found"
 
 
-def _bound_text(plan: PlanData, pins: str, *, replaced: bool) -> str:
+def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
-    if not replaced and unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
+    if not plan.replaced and unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
     text = f"at most {plan.gap or 0.0:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s or 0.0)})"
-    if unlimited_s is None or replaced:
+    if unlimited_s is None or plan.replaced:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"
 

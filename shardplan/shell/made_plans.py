@@ -41,8 +41,7 @@ class Asked:
 def plan_data(asked: Asked, made: Made) -> PlanData:
     """Everything that a plan says at first; the bound, the baselines and the explanations come later."""
     (problem, outcome), wanted = made.planned.found, asked.searcher.wanted
-    replaced = made.session.solution.limits is not None and wanted.objective.counts_time and not wanted.axes  # by a baseline
-    return PlanData(
+    data = PlanData(
         **decided(made.session, made.run, step_time_s(made.planned.found), outcome.purposes),
         cluster=problem.cluster,
         argument_names=_jax.argument_names(asked.step, len(asked.traced.in_tree.children())),
@@ -50,7 +49,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         memory_limit=wanted.memory,
         memory_limit_origin=asked.limit.origin,
         objective=wanted.objective.name,
-        exact=outcome.exact and not made.stopped and not replaced,
+        exact=outcome.exact and not made.stopped,
         unlimited_s=step_time_s((problem, replace(outcome, best=outcome.free))) if outcome.exact else None,
         stopped=made.stopped,
         microbatches=asked.microbatches,
@@ -70,3 +69,4 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         backend_reason=REASONS[wanted.backend],
         constants=CONSTANTS.literals,
     )
+    return replace(data, exact=data.exact and not data.replaced)

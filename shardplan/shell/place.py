@@ -166,7 +166,7 @@ class Placement:
         }
 
     @property
-    def _searched(self) -> str:
+    def _effort(self) -> str:
         if not self.proposals:
             return "no proposals"
         text = f"{self.proposals:,} proposals, {self.simulations_per_s:,.0f} a second and core"
@@ -191,7 +191,7 @@ class Placement:
             speeds={d: float(self.problem.machine.speed[d]) for d in self.problem.machine.present},
             title=title,
             origin=self.origin,
-            searched=self._searched,
+            searched=self._effort,
         )
 
 
@@ -252,6 +252,13 @@ def place(
     planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
     starts, limits = known | starts_of(problem, names, seed, planned), ChainLimits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
+    return _placement(problem, method, found, regions, priced_s)
+
+
+def _placement(
+    problem: PlacementProblem, method: str, found: BestStrategy, regions: tuple[Region, ...], priced_s: float | None
+) -> Placement:
+    """What was found, beside data parallelism and the experts' strategy."""
     return Placement(
         problem,
         found.strategy,

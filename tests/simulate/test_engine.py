@@ -193,6 +193,7 @@ def test_what_was_compiled_before_a_class_was_renamed_is_forgotten(tmp_path: Pat
 def test_an_index_that_another_process_deletes_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / "loop.a-1.py313.nbi"])
     forget_unreadable(tmp_path, "loop.*.nbi", "1.0")
+    assert list(tmp_path.iterdir()) == []
 
 
 _COMPILED_TWICE = """

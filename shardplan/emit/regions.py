@@ -26,6 +26,7 @@ from shardplan.emit.layer_arrays import parts_of, whole_of, whole_sharding
 from shardplan.emit.stacked import partition_spec, stacked_shape
 from shardplan.errors import ShardplanError
 from shardplan.ir import Constant, Layout
+from shardplan.regions.buffers import reused
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import GroupMesh, Key, Piece, Task, Transfer
 from shardplan.schedule import PlannedProgram, Schedule
@@ -42,21 +43,17 @@ class RegionsEmitter:
     run.
     """
 
-    def __init__(
-        self, placed: PlacedStep, meshes: Sequence[Mesh], donated: Sequence[int], weak: Sequence[bool], jit: Callable[..., Any]
-    ) -> None:
+    def __init__(self, placed: PlacedStep, meshes: Sequence[Mesh], weak: Sequence[bool], jit: Callable[..., Any]) -> None:
         self.placed, self._graph = placed, placed.graph
         self._sharding = sharding_of(placed, meshes)
         outputs, layers = placed.program.outputs, placed.layers
         self.input_shardings = argument_shardings(placed, self._sharding)
         self._results = result_shardings(placed, self._sharding)
         if layers is not None:
-            donated = layers.parts_of(donated)
             weak = [w for w, own in zip(weak, layers.outputs, strict=True) for _ in own]
         self._literals = tuple(_literal(o, w) for o, w in zip(outputs, weak, strict=True))
         self._weak = {at[1][0] for at, w in zip(self._graph.results, weak, strict=True) if w and at is not None}
-        self._kept = _kept(placed, donated)
-        self._last = {id(i.what): i.last for i in placed.dispatch.issues}
+        self._reused = reused(placed.graph, placed.dispatch)
         self.programs = tuple(self._jitted(n, piece, meshes[piece.group], jit) for n, piece in enumerate(self._graph.pieces))
         self._processes = [frozenset(d.process_index for d in mesh.devices.flat) for mesh in meshes]
         self._launches = [launch_of(mesh.devices.flatten().tolist()) for mesh in meshes]
@@ -205,7 +202,7 @@ class RegionsEmitter:
 
     def _jitted(self, number: int, piece: Piece, mesh: Mesh, jit: Callable[..., Any]) -> Any:
         group = self._graph.groups[piece.group]
-        weak, count = [t in self._weak for t in piece.makes], len(piece.reads)
+        weak = [t in self._weak for t in piece.makes]
         match piece.own:
             case (planned, schedule):
                 emit: Callable[..., Sequence[Any]] = _PieceEmitter(planned, mesh, schedule, piece, group)
@@ -226,27 +223,9 @@ class RegionsEmitter:
             run,
             in_shardings=[*ins, *([None] if piece.own == "slice" else [])],
             out_shardings=[self._sharding(piece.group, t) for t in piece.makes],
-            donate_argnums=self._reused(number, piece) if count else (),
+            donate_argnums=tuple(self._reused.get(number, ())),
             keep_unused=True,
         )
-
-    def _reused(self, number: int, piece: Piece) -> tuple[int, ...]:
-        """The arguments of a piece whose buffers its results take: nothing reads them after any of its tasks."""
-        tasks = [t for t in self._graph.tasks if t.piece == number]
-
-        def block(t: int) -> tuple[Any, ...]:
-            shape = self._shape(piece.group, t)
-            return self._sharding(piece.group, t).shard_shape(shape.shape), shape.dtype
-
-        wanted = [block(t) for t in piece.makes]
-        found: list[int] = []
-        for n, t in enumerate(piece.reads):
-            at = [(piece.group, task.reads[n]) for task in tasks]
-            over = all(k in self._last[id(task)] and k[1] not in self._kept for k, task in zip(at, tasks, strict=True))
-            if over and block(t) in wanted:
-                wanted.remove(block(t))
-                found.append(n)
-        return tuple(found)
 
 
 class _PieceEmitter(ExplicitEmitter):
@@ -306,17 +285,6 @@ def result_shardings(placed: PlacedStep, sharding: Shardings) -> list[NamedShard
         parts = [at for n in numbers if (at := own[n]) is not None]
         found.append(whole_sharding(parts) if len(parts) > 1 else own[numbers[0]])
     return found
-
-
-def _kept(placed: PlacedStep, donated: Sequence[int]) -> frozenset[Key]:
-    """The values whose buffers the step may not reuse: arguments that are not donated, and what is sent to a device that has it
-    already, where it may share its buffer.
-    """
-    graph = placed.graph
-    kept = {key for n, (_, key) in enumerate(graph.inputs) if n not in donated}
-    groups = [set(g.devices) for g in graph.groups]
-    kept |= {m.key for m in graph.transfers if not groups[m.source].isdisjoint(groups[m.target])}
-    return frozenset(kept)
 
 
 def _sliced(*stacks: Any) -> list[Any]:

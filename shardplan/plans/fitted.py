@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardplan.errors import MicrobatchError, PlacementError, PlanFileError
+from shardplan.frontend.argnums import leaves_of
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
 from shardplan.ir import Program
@@ -14,8 +15,8 @@ from shardplan.offload import offloaded
 from shardplan.plans.data import PlanData
 from shardplan.plans.fit import check_choices
 from shardplan.plans.placed_data import PlacedData, group_choices
-from shardplan.regions.cuts import cut_of, graph_of, group_parts, in_order, step_of
-from shardplan.regions.dispatch import Issue
+from shardplan.regions.cuts import cut_of, donated_tensors, graph_of, group_parts, in_order, step_of
+from shardplan.regions.issues import Issue
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.remat import rematerialised
@@ -60,7 +61,9 @@ def fitted_groups(name: str, data: PlacedData, traced: Traced) -> PlacedStep:
         cut = cut_of(staged.program, data.devices, data.outer, data.inner, data.chunks, staged.layers)
         for n, (part, plan) in enumerate(zip(group_parts(cut), data.groups, strict=True)):
             check_choices(f"{name}: group {n}", plan, part.program, flatten(part.program, replicate=plan.replicate))
-        graph = graph_of(cut, group_choices(data.groups), replicate)
+        donated = leaves_of(traced.in_tree, data.groups[0].donate_argnums)
+        owned = donated_tensors(staged.program, donated, staged.layers)
+        graph = graph_of(cut, group_choices(data.groups), replicate, owned)
         return step_of(cut, graph, in_order(graph, _issues(data, graph)), staged.layers)
     except (PlacementError, MicrobatchError) as error:
         raise PlanFileError(f"{name}: {error}; plan this step again") from error

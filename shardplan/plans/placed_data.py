@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from shardplan.mesh import Cluster
 from shardplan.plans.codec import Least
 from shardplan.plans.data import PlanData, Seconds, TriedPlacement
-from shardplan.regions.dispatch import Dispatch
+from shardplan.regions.issues import Dispatch
 from shardplan.regions.segment_plans import GroupChoices
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.search.inference.anytime import Stopped

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import assert_never
 
 from shardplan.errors import PlacementError
 from shardplan.ir import Program
 from shardplan.regions.assignment import Group, assigned, free_ops
-from shardplan.regions.dispatch import Dispatch, Issue, with_last
 from shardplan.regions.group_programs import GroupProgram, StepSplit, split
+from shardplan.regions.issues import Dispatch, Issue, with_last
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.looped import looped_graph
 from shardplan.regions.loops import LoopSplit, loop_of
@@ -58,13 +58,19 @@ def group_parts(cut: Cut) -> tuple[GroupProgram, ...]:
             assert_never(cut)
 
 
-def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> PlacedTaskGraph:
-    """What runs, with the choices of the groups' plans."""
+def donated_tensors(program: Program, leaves: Collection[int], layers: LayerParts | None = None) -> frozenset[int]:
+    """The tensors of these donated leaves of the arguments; ``layers`` as in `PlacedStep`."""
+    inputs = leaves if layers is None else layers.parts_of(sorted(leaves))
+    return frozenset(program.inputs[i] for i in inputs)
+
+
+def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str], donated: frozenset[int]) -> PlacedTaskGraph:
+    """What runs, with the choices of the groups' plans; ``donated`` as in `PlacedTaskGraph`."""
     match cut:
         case StepSplit():
-            return placed_graph(cut, choices, replicate)
+            return placed_graph(cut, choices, replicate, donated)
         case LoopSplit():
-            return looped_graph(cut, choices, replicate)
+            return looped_graph(cut, choices, replicate, donated)
         case _:
             assert_never(cut)
 

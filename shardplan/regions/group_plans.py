@@ -13,7 +13,8 @@ from shardplan.mesh.groups import group_cluster
 from shardplan.planning.fallback import Fallback
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
-from shardplan.planning.wanted import Wanted, step_time_s
+from shardplan.planning.splits import work_of
+from shardplan.planning.wanted import Wanted
 from shardplan.regions.assignment import Group
 from shardplan.regions.group_programs import GroupProgram
 from shardplan.search.inference import anytime
@@ -36,12 +37,16 @@ class GroupPlanner:
     def made(self) -> tuple[Made, ...]:
         """The plan of each group's program. After an interrupt, the groups that are left get their first plans.
 
-        Where groups differ in the layouts of parts of one array, those of one group are pinned in the others: of the slowest
-        group, or of the next one where these do not fit.
+        Where parts of one array lie in several groups, the layouts of the group with the most flops are pinned in the others: or,
+        where these do not fit there, those of the next group.
 
         Raises:
             MemoryLimitError: if the ops of a group fit its devices in no layout.
         """
+        return self._as_one() if self.arrays else self._each()
+
+    def _each(self) -> tuple[Made, ...]:
+        """The plan of each group by itself."""
         found: list[Made] = []
         refused: list[MemoryLimitError] = []
         for n in range(len(self.groups)):
@@ -51,27 +56,38 @@ class GroupPlanner:
                 refused.append(error)
         if refused:
             raise self._refusal(refused, max(refused, key=lambda error: error.smallest_bytes))
-        alike = {self._array_layouts(n, own) for n, own in enumerate(found)}
-        return tuple(found) if len(alike) < 2 else self._as_one(found)
+        return tuple(found)
 
-    def _as_one(self, found: Sequence[Made]) -> tuple[Made, ...]:
-        """The plans with the layouts of one group's arrays pinned in the others."""
+    def _as_one(self) -> tuple[Made, ...]:
+        """The plan of each group in the layouts of one group's arrays."""
         refused: list[MemoryLimitError] = []
-        tried = list(found)
-        for n in sorted(range(len(found)), key=lambda n: -step_time_s(found[n].planned.found)):
-            factors, layouts = self._array_layouts(n, found[n])
-            made = list(found)
+        tried: list[Made] = []
+        leads = sorted(range(len(self.groups)), key=lambda n: -self._flops(n))
+        for n in leads:
             try:
-                for g in range(len(found)):
+                lead = self._plan(n, self.searcher.wanted, cut_short=_interrupted(tried))
+            except MemoryLimitError:
+                self._each()  # of all groups, the one that needs the most memory decides the error
+                raise
+            tried.append(lead)
+            factors, layouts = self._array_layouts(n, lead)
+            made = [lead] * len(self.groups)
+            try:
+                for g in leads:
                     if g != n:
                         made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(tried))
                         tried.append(made[g])
-                if _interrupted(tried) and not _interrupted(made):  # that plan was refused
-                    made[0] = replace(made[0], stopped="interrupted")
-                return tuple(made)
             except MemoryLimitError as error:
                 refused.append(error)
+                continue
+            if _interrupted(tried) and not _interrupted(made):  # that plan was refused
+                made[0] = replace(made[0], stopped="interrupted")
+            return tuple(made)
         raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
+
+    def _flops(self, group: int) -> float:
+        """The floating-point operations of a group's products."""
+        return sum(flop for flop, _ in work_of(self.searcher.flat(self.parts[group].program)))
 
     def _refusal(self, refused: Sequence[MemoryLimitError], most: MemoryLimitError) -> MemoryLimitError:
         """The error for all groups; ``most`` is that of the group that decides."""

@@ -16,7 +16,9 @@ from shardplan.schedule import Ends
 from shardplan.search.coarsening.tensor_roles import mark
 
 
-def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> PlacedTaskGraph:
+def looped_graph(
+    split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str], donated: frozenset[int]
+) -> PlacedTaskGraph:
     """The pieces of a step in microbatches with the choices of their groups, and its tasks."""
     builders = [_Group(split, g, own, tuple(replicate)) for g, own in enumerate(groups)]
     pieces: list[Piece] = []
@@ -31,6 +33,7 @@ def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], replicate: Se
         transfers=tuple(_transfers(split)),
         inputs=tuple((split.held[t], (t, WHOLE)) for t in split.program.inputs),
         results=tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.after.results),
+        donated=donated,
     )
 
 
@@ -65,7 +68,9 @@ class _Names:
 
 
 class _Group:
-    """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks."""
+    """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks, but for those
+    that are ``shared``: they are tensors of the step, in the same layouts there.
+    """
 
     def __init__(self, split: LoopSplit, group: int, own: GroupChoices, replicate: tuple[str, ...]) -> None:
         self.split, self.group, self.own, self.replicate = split, group, own, replicate
@@ -84,6 +89,8 @@ class _Group:
                 assert isinstance(o, int), "an accumulator is made by an op"
                 inner[o] = inner[t]
         self.inner = inner
+        consts = ((t, split.of_outer[t]) for t in split.body.inputs[: split.consts] if t in inner)
+        self.shared = {t: s for t, s in consts if isinstance(s, int) and inner[t] == layouts.get(s)}
         self.mesh = GroupMesh(
             split.groups[group], own.cluster, own.factors, layouts | {self.offset + t: at for t, at in inner.items()}
         )
@@ -178,7 +185,9 @@ class _Group:
             piece = Piece(f"start of group {self.group}", self.group, (), made, "start", start=start)
             self._task(piece, (), [self._first(t) for t in own], pieces, tasks)
         sliced = set(split.body.inputs[split.consts + split.carries :])
-        moved = [t for t in self.body.inputs if t in split.of_outer and t not in starts and t not in sliced]
+        moved = [
+            t for t in self.body.inputs if t in split.of_outer and t not in starts and t not in sliced and t not in self.shared
+        ]
         self._moved(moved, pieces, tasks)
         slices: dict[int, list[int]] = {}  # by the chunk that reads them first
         for t in self.body.inputs:
@@ -239,13 +248,13 @@ class _Group:
             reads, makes = boundary.reads, boundary.makes
             ops = {op.id for op in inside.with_free(segment.ops, makes)}
             program, ends = self._body(ops, reads, makes), self._ends(reads, makes)
-            names = tuple(offset + t for t in reads), tuple(offset + nexts.get(t, t) for t in makes)
+            names = tuple(self.shared.get(t, offset + t) for t in reads), tuple(offset + nexts.get(t, t) for t in makes)
             name = f"segment {n} of group {self.group}"
             piece = segment_piece(name, self.group, program, names, self.inner_own, ends, self.replicate)
             number = len(pieces)
             pieces.append(replace(piece, kind=self.split.kinds[n], chunk=segment.chunk))
             for k in range(self.split.count):
-                read = tuple((offset + t, WHOLE if t in whole else k) for t in reads)
+                read = tuple((name, WHOLE if t in whole else k) for name, t in zip(names[0], reads, strict=True))
                 made = tuple((offset + nexts[t], k + 1) if t in nexts else (offset + t, k) for t in makes)
                 tasks.append(Task(number, k, read, made))
 

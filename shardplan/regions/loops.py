@@ -94,7 +94,8 @@ class LoopSplit:
         chunk = {op.id: self.inner[op.id] for op in body.ops if op.id not in free}
         of = {i: self.chunks[c] for i, c in chunk.items()}
         assignment = Assignment(program, self.groups, of, held, everywhere, chunk)
-        return StepSplit(assignment, segments_of(assignment))
+        totals = [o for o in body.outputs[: self.carries] if isinstance(o, int)]
+        return StepSplit(assignment, segments_of(assignment, totals))
 
     @cached_property
     def kinds(self) -> tuple[PassKind, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.ir import Program
-from shardplan.regions.dispatch import Dispatch
 from shardplan.regions.group_programs import StepSplit
+from shardplan.regions.issues import Dispatch
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
 from shardplan.regions.tasks import WHOLE, GroupMesh, PlacedTaskGraph, Task, Transfer
@@ -26,7 +26,9 @@ class PlacedStep:
     layers: LayerParts | None = None
 
 
-def placed_graph(split: StepSplit, groups: Sequence[GroupChoices], replicate: Sequence[str] = ()) -> PlacedTaskGraph:
+def placed_graph(
+    split: StepSplit, groups: Sequence[GroupChoices], replicate: Sequence[str], donated: frozenset[int]
+) -> PlacedTaskGraph:
     """The segments of a step with the choices of their groups, scheduled on each device and priced."""
     program, assignment = split.assignment.program, split.assignment
     pieces = tuple(
@@ -47,4 +49,4 @@ def placed_graph(split: StepSplit, groups: Sequence[GroupChoices], replicate: Se
     transfers = tuple(Transfer((m.tensor, WHOLE), m.source, m.target, m.like) for m in split.transfers)
     inputs = tuple((assignment.home[t], (t, WHOLE)) for t in program.inputs)
     results = tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.results)
-    return PlacedTaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results)
+    return PlacedTaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results, donated)

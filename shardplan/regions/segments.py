@@ -4,11 +4,13 @@ The *level* of an op counts the transfers between groups on the longest way to i
 op that no other group waits for moves to the level of its first reader, so that its result is not held for long. Where a group
 runs several chunks of layers, each is cut as if it were a group of its own. A segment is cut once more: first the ops that other
 groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the backward pass of zero-bubble
-schedules, Qi et al. 2023, section 2).
+schedules, Qi et al. 2023, section 2). What only adds up values that the first part has made belongs to it, so that they are not
+held until the rest runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardplan.ir import Op
@@ -26,11 +28,15 @@ class Segment:
     ops: tuple[int, ...]
 
 
-def segments_of(assignment: Assignment) -> tuple[Segment, ...]:
-    """The segments in an order in which each comes after those that it waits for."""
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+
+def segments_of(assignment: Assignment, totals: Collection[int] = ()) -> tuple[Segment, ...]:
+    """The segments in an order in which each comes after those that it waits for. ``totals`` are tensors that add up terms."""
     ops = [op for op in assignment.program.ops if op.id in assignment.of]
     levels = _sunk(assignment, ops, _earliest(assignment, ops))
     awaited = _awaited(assignment, ops, levels)
+    awaited |= _added_at_once(assignment, ops, levels, awaited, totals)
     members: dict[tuple[int, int, bool], list[int]] = {}
     for op in ops:
         members.setdefault((levels[op.id], assignment.chunk_of[op.id], op.id not in awaited), []).append(op.id)
@@ -84,4 +90,26 @@ def _awaited(assignment: Assignment, ops: list[Op], levels: dict[int, int]) -> f
                 foreign.add(t)
             elif awaited:
                 awaited_at.setdefault(t, set()).add(level)
+    return frozenset(found)
+
+
+def _added_at_once(
+    assignment: Assignment, ops: list[Op], levels: dict[int, int], awaited: frozenset[int], totals: Collection[int]
+) -> frozenset[int]:
+    """The ops that bring values to ``totals`` without a product or a loop, and need nothing of the rest of their segment."""
+    rest: dict[int, tuple[int, int]] = {}  # by tensor of the rest, its segment
+    light: list[Op] = []
+    for op in ops:
+        at = levels[op.id], assignment.chunk_of[op.id]
+        if op.id in awaited:
+            continue
+        if op.bodies or op.primitive in _PRODUCTS or any(rest.get(t) == at for t in op.tensors):
+            rest.update(dict.fromkeys(op.outputs, at))
+        else:
+            light.append(op)
+    wanted, found = set(totals), set[int]()
+    for op in reversed(light):
+        if not wanted.isdisjoint(op.outputs):
+            found.add(op.id)
+            wanted.update(op.tensors)
     return frozenset(found)

@@ -84,7 +84,7 @@ class Transfer:
 @dataclass(frozen=True, slots=True)
 class PlacedTaskGraph:
     """All that a placed step does. ``tensors`` are by number; ``inputs`` and ``results`` say in which group each argument is held
-    and each result is left (None: a literal).
+    and each result is left (None: a literal). ``donated`` are the tensors of the step's arguments that it may reuse.
     """
 
     tensors: tuple[Tensor, ...]
@@ -94,3 +94,4 @@ class PlacedTaskGraph:
     transfers: tuple[Transfer, ...]
     inputs: tuple[tuple[int, Key], ...]
     results: tuple[tuple[int, Key] | None, ...]
+    donated: frozenset[int]

@@ -12,7 +12,7 @@ from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_search import PipelineProblem, shortest_start
 from shardplan.dag.pipelines import Seconds, folded, looped
 from shardplan.placement.device_topology import DeviceTopology
-from shardplan.regions.dispatch import Dispatch
+from shardplan.regions.issues import Dispatch
 from shardplan.regions.schedules import Chunk, chunks_of, transfer_s
 from shardplan.regions.tasks import WHOLE, PlacedTaskGraph, Task
 

@@ -9,7 +9,7 @@ from shardplan.errors import ShardplanError
 from shardplan.ir import Op, Program
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, conditions
-from shardplan.regions.dispatch import most_held
+from shardplan.regions.buffers import most_held
 from shardplan.regions.loops import loop_of
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph

@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.ir import Op
 from shardplan.plans.data import TriedPlacement
 from shardplan.plans.placed_data import PlacedData
-from shardplan.regions.dispatch import most_held
+from shardplan.regions.buffers import most_held
 from shardplan.regions.loops import loop_of
 from shardplan.regions.placed import PlacedStep
 from shardplan.report.html_arrays import ArrayRow, explained_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData, TriedPlacement
-from shardplan.regions.dispatch import most_held
+from shardplan.regions.buffers import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.report.json import PLAN_KEYS

@@ -33,7 +33,7 @@ from shardplan.plans.placed_data import AutoPlacement, PlacedData
 from shardplan.plans.placed_runner import PlacedRunner
 from shardplan.plans.runner import Flat, Leaves
 from shardplan.plans.xla_flags import xla_flags
-from shardplan.regions.dispatch import most_held, peak_bytes
+from shardplan.regions.buffers import most_held, peak_bytes
 from shardplan.regions.placed import PlacedStep
 from shardplan.report.placed_explain import explained, placed_explanations
 from shardplan.report.placed_text import PlacedFigures, idle_share, placed_text, transfer_bytes
@@ -453,7 +453,7 @@ class PlacedPlan(PlannedStep):
         options = compiled_apart(everything) | compiler_options(self.xla_flags, xla_flags, everything[0].platform, os.environ)
         weak_results = [shape.weak_type for shape in self.traced.out_shapes]
         jit = partial(Flat, options=options)
-        emit = RegionsEmitter(self.placed, meshes, self.donated_leaves, weak_results, jit)
+        emit = RegionsEmitter(self.placed, meshes, weak_results, jit)
         leaves = Leaves(
             self.traced.program.input_paths, self.traced.in_shapes, emit.input_shardings, weak=weak, put=Places(meshes).put
         )

@@ -24,8 +24,9 @@ from shardplan.placement.strategy_files import read_strategy_file
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
-from shardplan.regions.cuts import Cut, graph_of, group_parts, step_of
-from shardplan.regions.dispatch import dispatched, peak_bytes
+from shardplan.regions.buffers import peak_bytes
+from shardplan.regions.cuts import Cut, donated_tensors, graph_of, group_parts, step_of
+from shardplan.regions.dispatch import dispatched
 from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.group_programs import StepSplit, split
 from shardplan.regions.layer_parts import LayerParts
@@ -130,8 +131,8 @@ def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: 
 def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
     """The fastest plan that fits of a pipeline in these chunks, each on the group that ``chunks`` says.
 
-    Where memory is short, its stages are also planned for as many microbatches in flight as 1F1B has, and if that does not fit
-    either, for one. The deadline or an interrupt ends this with the best so far.
+    Its stages are planned for as many microbatches in flight as 1F1B has; where memory is short so, also for one. If no schedule
+    fits these plans, they are planned for all microbatches at once. The deadline or an interrupt ends this with the best so far.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need.
@@ -146,9 +147,10 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
 
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
         plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers)
-        return plan, short and in_flight is None
+        return plan, short and in_flight == few
 
-    return _fastest(planned, (None, one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)))
+    few = one_f_one_b(len(chunks), cut.count).most_held
+    return _fastest(planned, (few, (1,) * len(chunks), None))
 
 
 def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:
@@ -206,12 +208,11 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
             inner, chunks = None, ()
         case _:
             assert_never(cut)
-    donated = asked.searcher.wanted.donated if layers is None else layers.parts_of(sorted(asked.searcher.wanted.donated))
-    owned = frozenset(program.inputs[i] for i in donated)
+    owned = donated_tensors(program, asked.searcher.wanted.donated, layers)
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
     made = GroupPlanner(groups, group_parts(cut), cluster, asked.searcher, owned, asked.limit.origin, arrays).made()
     plans = tuple(plan_data(asked, own) for own in made)
-    graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate), asked.searcher.wanted.memory
+    graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate, owned), asked.searcher.wanted.memory
     placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
     if (peak := peak_bytes(graph, placed.dispatch)) > limit:  # groups may share devices, and a stage holds several microbatches
         raise MemoryLimitError(limit, peak, grouped=True, origin=asked.limit.origin)

@@ -18,7 +18,8 @@ from shardplan.mesh import Cluster
 from shardplan.placement.device_topology import DeviceTopology
 from shardplan.planning.planner import Made
 from shardplan.regions import group_plans
-from shardplan.regions.dispatch import Dispatch, Issue, dispatched
+from shardplan.regions.dispatch import dispatched
+from shardplan.regions.issues import Dispatch, Issue
 from shardplan.regions.schedules import started, waiting_tasks
 from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.regions.virtual_stages import most_in_flight, two_chunks

@@ -1,0 +1,108 @@
+"""The memory of a placed step: which results take the buffers of arguments, and the most bytes that a device holds."""
+
+from __future__ import annotations
+
+import math
+
+from shardplan.regions.issues import Dispatch
+from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
+
+
+def peak_bytes(graph: PlacedTaskGraph, dispatch: Dispatch) -> int:
+    """The most bytes that a device holds: the sum over the groups that it belongs to."""
+    held: dict[int, int] = {}
+    taken = reused(graph, dispatch)
+    for g, group in enumerate(graph.groups):
+        own = _most_held(graph, dispatch, g, taken, inside=True)
+        for d in group.devices:
+            held[d] = held.get(d, 0) + own
+    return max(held.values())
+
+
+def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
+    """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also of what a
+    program needs while it runs. The caller holds the arguments to the end, but for those whose buffers results take.
+    """
+    return _most_held(graph, dispatch, group, reused(graph, dispatch), inside=inside)
+
+
+def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, int]]:
+    """By piece: the positions of the arguments whose buffers its results take, with the positions of these results.
+
+    Nothing reads such an argument after any task of the piece, and both have equal blocks on a device. Not reused are arguments
+    of the step that are not donated, and what is sent to a device that has it already, where it may share its buffer.
+    """
+    groups = [frozenset(g.devices) for g in graph.groups]
+    kept = {key for _, key in graph.inputs if key[0] not in graph.donated}
+    kept |= {m.key for m in graph.transfers if not groups[m.source].isdisjoint(groups[m.target])}
+    over: dict[int, set[int]] = {}  # by piece, the positions that may be reused
+    for issue in dispatch.issues:
+        if isinstance(task := issue.what, Task):
+            group, last = graph.pieces[task.piece].group, frozenset(issue.last)
+            among = over.get(task.piece, range(len(task.reads)))
+            over[task.piece] = {
+                n for n in among if (group, task.reads[n]) in last and task.reads[n] not in kept
+            }  # fmt: skip
+    return {piece: _pairs(graph, piece, sorted(own)) for piece, own in over.items() if own}
+
+
+def _pairs(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[int, int]:
+    """The arguments, of those that may be reused, whose blocks are equal to those of results."""
+    piece = graph.pieces[number]
+    free: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for n, t in reversed(list(enumerate(piece.makes))):
+        free.setdefault(_block(graph, piece.group, t), []).append(n)
+    found: dict[int, int] = {}
+    for n in arguments:
+        if results := free.get(_block(graph, piece.group, piece.reads[n])):
+            found[n] = results.pop()
+    return found
+
+
+def _block(graph: PlacedTaskGraph, group: int, tensor: int) -> tuple[tuple[int, ...], str]:
+    """(shape, dtype) of what a device of a group has of a tensor."""
+    own, over = graph.tensors[tensor], graph.groups[group]
+    layout = over.layouts.get(tensor)
+    if layout is None:
+        return own.shape, own.dtype
+    shape = (n // math.prod(over.factors[f].size for f in dim) for n, dim in zip(own.shape, layout.dims, strict=True))
+    return (*(1,) * len(layout.partial), *shape), own.dtype
+
+
+def _most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, taken: dict[int, dict[int, int]], *, inside: bool) -> int:
+    """`most_held`, where results take these buffers."""
+    held = {key: _local_bytes(graph, group, key[0]) for g, key in graph.inputs if g == group}
+    arguments = frozenset(held)
+    most = total = sum(held.values())
+    works, leaving = 0, list[Key]()  # of the task that runs
+    for issue in dispatch.issues:
+        made: tuple[Key, ...] = ()
+        over = [key for g, key in issue.last if g == group and key not in arguments]
+        replaced: dict[Key, Key] = {}
+        match issue.what:
+            case Task() as task if graph.pieces[task.piece].group == group:
+                total -= sum(held.pop(key, 0) for key in leaving)
+                works, leaving, made = graph.pieces[task.piece].inside_bytes, over, task.makes
+                replaced = {task.makes[n]: task.reads[i] for i, n in taken.get(task.piece, {}).items()}
+            case Transfer(key, _, target, _) if target == group:
+                made = (key,)
+            case _:
+                pass
+        for key in made:
+            if key not in held:
+                held[key] = _local_bytes(graph, group, key[0])
+                total += held[key]
+            if key in replaced:
+                total -= held.pop(replaced[key], 0)
+        most = max(most, total + (works if inside else 0))
+        if isinstance(issue.what, Transfer):
+            total -= sum(held.pop(key, 0) for key in over)
+    return most
+
+
+def _local_bytes(graph: PlacedTaskGraph, group: int, tensor: int) -> int:
+    """The bytes of a tensor on one device of a group."""
+    own = graph.groups[group]
+    layout = own.layouts.get(tensor)
+    ways = 1 if layout is None else math.prod(own.factors[f].size for f in layout.used)
+    return graph.tensors[tensor].nbytes // ways

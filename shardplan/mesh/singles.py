@@ -24,6 +24,8 @@ class SingleDevice:
     def __post_init__(self) -> None:
         where = f"device {self.index!r}"
         check_positive(self.speed, f"{where}: speed")
+        if self.absent and (self.speed != 1 or self.memory_bytes is not None):
+            raise ClusterError("an absent device has no speed and no memory_bytes: leave them out", where=f"{where}: absent")
         if self.memory_bytes is not None:
             check_count(self.memory_bytes, f"{where}: memory_bytes")
 

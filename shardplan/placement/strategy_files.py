@@ -69,20 +69,25 @@ def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:
     if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
         raise PlacementError(f"{name} is no strategy of this version of shardplan: give a file that shardplan place -o wrote")
     cluster = problem.machine.cluster
-    own = values.get("cluster")
-    if not isinstance(own, dict) or own.get("fingerprint") != cluster.fingerprint():
-        of = own.get("name") if isinstance(own, dict) else None
+    own, operators = (_table(values, key, name) for key in ("cluster", "operators"))
+    if own.get("fingerprint") != cluster.fingerprint():
+        of = own.get("name")
         other = f"the cluster {of}, not for {cluster.name}" if of != cluster.name else f"a {of} with other devices or links"
         raise PlacementError(f"{name} is a strategy for {other}: search again")
     if values.get("step") != fingerprint(problem.graph):
         raise PlacementError(f"{name} is a strategy of another step, or of other shapes: search again")
-    operators = values.get("operators")
-    known = operators if isinstance(operators, dict) else {}
-    if foreign := sorted(set(known) - set(problem.graph.names)):
+    if foreign := sorted(set(operators) - set(problem.graph.names)):
         raise PlacementError(f"{name} places {foreign[0]}, which is no operator of the step: search again")
-    strategy = tuple(_configuration(known.get(o.name), name, o.name) for o in problem.graph.operators)
+    strategy = tuple(_configuration(operators.get(o.name), name, o.name) for o in problem.graph.operators)
     problem.check(strategy, name)
     return strategy
+
+
+def _table(values: dict[str, Any], key: str, file: str) -> dict[str, Any]:
+    table = values.get(key)
+    if not isinstance(table, dict):
+        raise PlacementError(f"{file}: {key} must be a table, got {table!r}: give a file that shardplan place -o wrote")
+    return table
 
 
 def _configuration(value: Any, file: str, operator: str) -> Configuration:

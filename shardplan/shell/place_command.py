@@ -55,7 +55,7 @@ def _place(options: argparse.Namespace) -> Report:
             budget_s=options.budget,
             chains=options.chains,
             seed=options.seed,
-            start=tuple(name.strip() for name in options.start.split(",") if name.strip()),
+            start=tuple(name.strip() for name in options.start.split(",")),
             method=options.method,
             proposals=options.proposals,
             observer=progress,

@@ -76,6 +76,7 @@ DEVICE, LINK = "[[single_devices]]\n", "[[single_links]]\n"
         (DEVICE + "index = 1\nspeed = inf", "single_devices[0].speed: must be a finite number above 0, got inf"),
         (DEVICE + "index = 1\nspeed = 0", "single_devices[0].speed: must be a finite number above 0, got 0"),
         (DEVICE + "index = 1\nmemory_bytes = -1", "single_devices[0].memory_bytes: must be a whole number above 0, got -1"),
+        (DEVICE + "index = 1\nabsent = true\nspeed = 0.5", "single_devices[0].absent: an absent device has no speed"),
         (DEVICE + "index = 1\nabsent = 1", "single_devices[0].absent: must be true or false, got 1"),
         (DEVICE + "index = 1\nspeeed = 1", "single_devices[0].speeed: unknown key (nearest: speed"),
         ("single_devices = 3", "single_devices: must be a list of [[single_devices]] tables, got 3"),

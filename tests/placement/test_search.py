@@ -237,6 +237,9 @@ def test_a_strategy_of_another_step_or_cluster_is_refused() -> None:
             read_strategy(text, here, "s.json")
     with pytest.raises(PlacementError, match="is no strategy"):
         read_strategy("{}", here, "s.json")
+    for key in ("cluster", "operators"):
+        with pytest.raises(PlacementError, match=rf"s\.json: {key} must be a table, got None"):
+            read_strategy(json.dumps(values | {key: None}), here, "s.json")
     other = replace(here, machine=machine_of(replace(here.machine.cluster, single_devices=(SingleDevice(1, speed=0.5),))))
     with pytest.raises(PlacementError, match="is a strategy for a 2x2 with other devices or links"):
         read_strategy(json.dumps(values), other, "s.json")

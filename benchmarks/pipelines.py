@@ -1,0 +1,198 @@
+"""Pipelines: LLaMA-70B on clusters with and without stages, and plans run on simulated devices beside their simulation.
+
+    python benchmarks/pipelines.py [--parts models run] [--clusters NAME:NODES ...] [--json FILE]
+
+1. *models*: LLaMA-70B (a scan over layers with remat, sequences of 4,096 tokens, batch 1,024) planned on all devices and in
+   stages with four microbatches a stage. *shorter* is the step on all devices over the step of the row.
+2. *run*: a GPT in two stages of one CPU device each, in ten plans. *idle* is the part of the step in which a device computes
+   nothing, *peak* the most bytes that a device holds. As run, a device is busy for as long as its programs take one at a time, and
+   it holds the arrays that are alive when a program starts, and what XLA says that the program needs. Both columns are ordered by
+   Kendall's tau; exits with 1 where one is below 0.6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+if __name__ == "__main__":  # before JAX starts: two devices, each with one thread
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+
+import jax
+import numpy as np
+import scipy.stats
+
+import shardplan
+from models import gpt, llama
+
+CLUSTERS = ("gcp-a100:32", "dgx-h100:64", "benchmarks/clusters/dgx-h100-100g.toml:64")
+STAGES = (4, 8, 16)
+EACH = 4
+"""Microbatches a stage of the models."""
+PLANS = [(count, chunks) for count in (2, 4, 8, 16, 32) for chunks in (1, 2)]
+"""Microbatches of the plans that run, and chunks of layers a stage."""
+LEAST_TAU = 0.6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; 1 if an order is not as simulated."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("models", "run"), default=["models", "run"])
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="NAME:NODES")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(argv)
+    found: dict[str, Any] = {}
+    if "models" in given.parts:
+        found["models"] = planned(given.clusters)
+    good = True
+    if "run" in given.parts:
+        found["run"], good = run()
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return 0 if good else 1
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def planned(clusters: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each cluster and number of stages."""
+    step, args = llama.train_step(size="70b", scan=True, remat=True, batch=1024)
+    rows: list[dict[str, Any]] = []
+    print("| cluster | devices | stages | microbatches | step s | shorter | idle | peak GiB | planned in s |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for cluster in clusters:
+        name, _, nodes = cluster.rpartition(":")
+        known = shardplan.Cluster.load(name, (int(nodes),)) if name.endswith(".toml") else shardplan.Cluster.load(cluster)
+        whole_s = float("nan")
+        for stages in (1, *STAGES):
+            asked: dict[str, Any] = {} if stages == 1 else {"axes": {"stage": stages}, "microbatches": EACH * stages}
+            start_s = time.perf_counter()
+            try:
+                plan = shardplan.plan(step, *args, cluster=known, donate_argnums=0, **asked)
+            except shardplan.ShardplanError as error:
+                print(
+                    f"| {known.name} | {known.size} | {stages} | | {str(error).split(':', maxsplit=1)[0]} | | | | |", flush=True
+                )
+                continue
+            took_s = time.perf_counter() - start_s
+            whole_s = plan.step_time_s if stages == 1 else whole_s
+            row = {
+                "cluster": known.name, "devices": known.size, "stages": stages, "microbatches": EACH * stages if asked else 1,
+                "step_s": plan.step_time_s, "shorter": whole_s / plan.step_time_s,
+                "idle": plan.idle_share if stages > 1 else None, "peak_bytes": plan.peak_bytes, "planned_s": took_s,
+            }  # fmt: skip
+            rows.append(row)
+            idle = "" if row["idle"] is None else f"{row['idle']:.0%}"
+            print(
+                f"| {known.name} | {known.size} | {stages} | {row['microbatches']} | {row['step_s']:.3f} | {row['shorter']:.2f}x "
+                f"| {idle} | {plan.peak_bytes / 2**30:.1f} | {took_s:.0f} |",
+                flush=True,
+            )
+    return rows
+
+
+# -- as run ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """A program that is run one at a time, and what it and the arrays that live meanwhile take."""
+
+    program: Callable[..., Any]
+    devices: tuple[int, ...]
+    peak_bytes: Counter[int]
+    seconds: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+
+    def __call__(self, *values: Any) -> Any:
+        """Runs it."""
+        jax.block_until_ready(values)
+        stats = self.program.memory_analysis()  # type: ignore[attr-defined]
+        inside = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        for device, live in living().items():
+            here = inside if device in self.devices else 0
+            self.peak_bytes[device] = max(self.peak_bytes[device], live + here)
+        start_s = time.perf_counter()
+        found = jax.block_until_ready(self.program(*values))
+        self.seconds[self.devices] = self.seconds.get(self.devices, 0.0) + time.perf_counter() - start_s
+        return found
+
+
+def living() -> Counter[int]:
+    """The bytes of all arrays, by device; those that share a buffer count once."""
+    seen: set[tuple[int, int]] = set()
+    found: Counter[int] = Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            key = shard.device.id, shard.data.unsafe_buffer_pointer()
+            if key not in seen:
+                seen.add(key)
+                found[shard.device.id] += shard.data.nbytes
+    return found
+
+
+def run() -> tuple[list[dict[str, Any]], bool]:
+    """The rows of the plans, and whether their orders are as simulated."""
+    rows: list[dict[str, Any]] = []
+    print("| microbatches | chunks | idle simulated | as run | peak MiB simulated | as run |\n|---:|---:|---:|---:|---:|---:|")
+    for count, chunks in PLANS:
+        row = one(count, chunks)
+        rows.append(row)
+        print(
+            f"| {count} | {chunks} | {row['idle']:.1%} | {row['idle_run']:.1%} "
+            f"| {row['peak_bytes'] / 2**20:.1f} | {row['peak_run'] / 2**20:.1f} |",
+            flush=True,
+        )
+    taus = [
+        scipy.stats.kendalltau([r[a] for r in rows], [r[b] for r in rows]).statistic
+        for a, b in (("idle", "idle_run"), ("peak_bytes", "peak_run"))
+    ]
+    print(f"\nKendall's tau: {taus[0]:.2f} of idle time, {taus[1]:.2f} of memory (at least {LEAST_TAU} asked).")
+    return rows, min(taus) >= LEAST_TAU
+
+
+def one(count: int, chunks: int) -> dict[str, Any]:
+    """A plan as simulated and as run."""
+    step, made = gpt.train_step(layers=4, width=256, batch=64, sequence=64, concrete=True)
+    args = jax.tree.map(np.array, made)
+    del made  # what lives later is the plan's
+    asked: dict[str, Any] = {"cluster": "2", "axes": {"stage": 2, "chunk": chunks}, "microbatches": count, "donate_argnums": 0}
+    plan = shardplan.plan(step, *args, **asked)
+    own = plan.put(args)
+    jax.block_until_ready(own)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    compiled = plan.jit(step).lower(*shapes).compile()
+    peak_bytes: Counter[int] = Counter()
+    seconds: dict[tuple[int, ...], float] = {}
+    watched = [Watched(p.stage, p.devices, peak_bytes, seconds) for p in compiled.programs]
+    state, *rest = own
+    del own
+    state = compiled.run(watched, state, *rest)[0]  # warms up; memory is the same in each step
+    seconds.clear()
+    state = compiled.run(watched, state, *rest)[0]
+    taken_s: list[float] = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        state = compiled(state, *rest)[0]
+        jax.block_until_ready(state)
+        taken_s.append(time.perf_counter() - start_s)
+    busy_s = sum(s * len(devices) for devices, s in seconds.items())
+    return {
+        "microbatches": count, "chunks": chunks, "idle": plan.idle_share, "idle_run": 1 - busy_s / (2 * statistics.median(taken_s)),
+        "peak_bytes": plan.peak_bytes, "peak_run": max(peak_bytes.values()),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,9 +5,9 @@
 1. *models*: LLaMA-70B (a scan over layers with remat, sequences of 4,096 tokens, batch 1,024) planned on all devices and in
    stages with four microbatches a stage. *shorter* is the step on all devices over the step of the row.
 2. *run*: a GPT in two stages of one CPU device each, in ten plans. *idle* is the part of the step in which a device computes
-   nothing, *peak* the most bytes that a device holds. As run, a device is busy for as long as its programs take one at a time, and
-   it holds the arrays that are alive when a program starts, and what XLA says that the program needs. Both columns are ordered by
-   Kendall's tau; exits with 1 where one is below 0.6.
+   nothing, *peak* the most bytes that a device holds. As run, a device is busy for as long as its programs take one at a time,
+   and it holds the arrays that are alive when a program starts, and what XLA says that the program needs. Kendall's tau compares
+   the orders; exits with 1 where one is below 0.6.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ def one(count: int, chunks: int) -> dict[str, Any]:
         jax.block_until_ready(state)
         taken_s.append(time.perf_counter() - start_s)
     busy_s = sum(s * len(devices) for devices, s in seconds.items())
+    idle_run = 1 - busy_s / (2 * statistics.median(taken_s))
     return {
-        "microbatches": count, "chunks": chunks, "idle": plan.idle_share, "idle_run": 1 - busy_s / (2 * statistics.median(taken_s)),
+        "microbatches": count, "chunks": chunks, "idle": plan.idle_share, "idle_run": idle_run,
         "peak_bytes": plan.peak_bytes, "peak_run": max(peak_bytes.values()),
     }  # fmt: skip
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from shardplan.collectives.reshard import Programs, Resharder
+from shardplan.cost import Network
+from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.plans.codec import Least
 from shardplan.plans.data import PlanData, Seconds, TriedPlacement
@@ -93,7 +96,14 @@ def conditions(data: PlanData | PlacedData) -> PlanData:
 
 def group_choices(plans: Sequence[PlanData]) -> tuple[GroupChoices, ...]:
     """What the plans of groups chose."""
-    return tuple(GroupChoices(p.cluster, p.factors, p.choices, p.time_model == "overlap") for p in plans)
+    known: dict[tuple[str, tuple[Factor, ...]], Programs] = {}
+    found: list[GroupChoices] = []
+    for p in plans:
+        key = p.cluster.fingerprint(), p.factors
+        if key not in known:
+            known[key] = Programs(Resharder(Network(p.cluster, p.factors), [f.size for f in p.factors]))
+        found.append(GroupChoices(p.cluster, p.factors, p.choices, p.time_model == "overlap", known[key]))
+    return tuple(found)
 
 
 def issued_rows(graph: PlacedTaskGraph, dispatch: Dispatch) -> tuple[IssuedRow, ...]:

@@ -124,7 +124,9 @@ class GroupPlanner:
             wanted = replace(wanted, deadline=anytime.now_s())
         cluster = group_cluster(self.cluster, self.groups[group])
         here = replace(self.searcher, cluster=cluster, wanted=wanted, fallback=Fallback())
-        return planned(part.program, here, self.origin, recompute=False)
+        made = planned(part.program, here, self.origin, recompute=False)
+        made.session.problem.tidy(0)  # explanations need the problem, once for each group
+        return made
 
 
 def _interrupted(found: Sequence[Made]) -> bool:

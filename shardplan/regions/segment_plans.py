@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from shardplan.collectives.issued import StepCost
-from shardplan.collectives.reshard import Programs, Resharder
+from shardplan.collectives.reshard import Programs
 from shardplan.cost import Network
 from shardplan.graph import Graph, flatten
 from shardplan.ir import BodyChoices, Choices, Factor, Layout, Program, Where
@@ -20,17 +19,16 @@ from shardplan.simulate.simulated_step import peak_bytes
 
 @dataclass(frozen=True)
 class GroupChoices:
-    """What was chosen for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut."""
+    """What was chosen for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut.
+
+    ``programs`` are the collectives of reshardings there. Groups that are alike share them.
+    """
 
     cluster: Cluster
     factors: tuple[Factor, ...]
     choices: Choices
     overlaps: bool
-
-    @cached_property
-    def programs(self) -> Programs:
-        """The collectives of reshardings on the group."""
-        return Programs(Resharder(Network(self.cluster, self.factors), [f.size for f in self.factors]))
+    programs: Programs
 
     def below(self, where: Where) -> GroupChoices:
         """The choices for the body at this path, as a program."""

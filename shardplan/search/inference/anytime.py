@@ -106,5 +106,5 @@ class Watch:
             self.incumbent.offer(solution)
 
     def close(self) -> None:
-        """Ends the search: what is solved later, for a report, has no deadline."""
-        self._open = False
+        """Ends the search: what is solved later, for a report, has no deadline. What the observer refers to may be large."""
+        self._open, self.observer = False, silent

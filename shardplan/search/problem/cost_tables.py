@@ -25,7 +25,7 @@ LONGEST_S = 1e3
 """The largest finite table entry, in seconds. Longer costs are clipped to it, so they are not told apart."""
 
 MOST_BYTES = 1 << 29
-"""Up to this many bytes are kept of what can be computed again: of the prices of moves, and of what eliminations leave."""
+"""Up to this many bytes a search keeps of what can be computed again: of the prices of moves, and of what eliminations leave."""
 _FORGOTTEN = np.zeros(0, np.int64)
 
 
@@ -77,9 +77,9 @@ class TableStore:
             self._passing_bytes += shifted.nbytes
         return candidates[-1], low
 
-    def tidy(self) -> None:
-        """Forgets the passing tables if they are large. Nobody may use their ids any more."""
-        if self._passing_bytes <= MOST_BYTES:
+    def tidy(self, most_bytes: int) -> None:
+        """Forgets the passing tables if they take more than this. Nobody may use their ids any more."""
+        if self._passing_bytes <= most_bytes:
             return
         self.forgotten += 1
         for key, own in self._ids.items():

@@ -32,7 +32,7 @@ from shardplan.search.problem.composite_strategies import (
     treated_alike,
 )
 from shardplan.search.problem.compute_prices import nbytes
-from shardplan.search.problem.cost_tables import BIG, MOST_BYTES, Costs, picoseconds
+from shardplan.search.problem.cost_tables import BIG, Costs, picoseconds
 from shardplan.search.problem.windows import WHOLE, Read
 from shardplan.tdl import Call, Strategy
 
@@ -161,9 +161,9 @@ class Pricer:
                 return found
         return np.stack([rows[s] for s in states])
 
-    def tidy(self) -> None:
-        """Frees the prices of moves if they are large: they are computed again where they are asked for."""
-        if self._cost_bytes > MOST_BYTES:
+    def tidy(self, most_bytes: int) -> None:
+        """Frees the prices of moves if they take more than this: they are computed again where they are asked for."""
+        if self._cost_bytes > most_bytes:
             self._costs, self._cost_bytes = {}, 0
 
     def copies_s(self, own: Singles, read: Read) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

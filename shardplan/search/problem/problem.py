@@ -25,7 +25,7 @@ from shardplan.ir import Factor, Layout, Tensor
 from shardplan.mesh import Cluster
 from shardplan.search.coarsening.coarsen import FREE, Coarse
 from shardplan.search.problem.composite_strategies import Groups
-from shardplan.search.problem.cost_tables import BIG, Costs, TableStore, Term, picoseconds, seconds_of
+from shardplan.search.problem.cost_tables import BIG, MOST_BYTES, Costs, TableStore, Term, picoseconds, seconds_of
 from shardplan.search.problem.host_copies import host_copies
 from shardplan.search.problem.interiors import Inside, interiors
 from shardplan.search.problem.op_classes import OpClasses
@@ -247,10 +247,10 @@ class Problem:
         terms = self.terms([(s,) for s in states], keep_s, limits)
         return seconds_of(sum(t.constant + self.store.tables[t.table].item() for t in terms))
 
-    def tidy(self) -> None:
-        """Frees what is large and can be computed again. Nobody may hold an elimination's tables meanwhile."""
-        self.pricer.tidy()
-        self.store.tidy()
+    def tidy(self, most_bytes: int = MOST_BYTES) -> None:
+        """Frees what can be computed again where it takes more than this. Nobody may hold an elimination's tables meanwhile."""
+        self.pricer.tidy(most_bytes)
+        self.store.tidy(most_bytes)
 
     @cached_property
     def view_sources(self) -> Mapping[tuple[int, int], str]:

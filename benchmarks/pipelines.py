@@ -4,10 +4,10 @@
 
 1. *models*: LLaMA-70B (a scan over layers with remat, sequences of 4,096 tokens, batch 1,024) planned on all devices and in
    stages with four microbatches a stage. *shorter* is the step on all devices over the step of the row.
-2. *run*: a GPT in two stages of one CPU device each, in ten plans. *idle* is the part of the step in which a device computes
-   nothing, *peak* the most bytes that a device holds. As run, a device is busy for as long as its programs take one at a time,
-   and it holds the arrays that are alive when a program starts, and what XLA says that the program needs. Kendall's tau compares
-   the orders; exits with 1 where one is below 0.6.
+2. *run*: a GPT in two stages of one CPU device each, in ten plans: the most bytes that a device holds as the plan says, and as
+   run, where a device holds the arrays that are alive when a program starts and what XLA says that the program needs. Kendall's
+   tau compares the orders; exits with 1 where it is below 0.6. Idle time is not compared: XLA's client for CPUs runs the
+   programs of two devices of a process in turn.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ CLUSTERS = ("gcp-a100:32", "dgx-h100:64", "benchmarks/clusters/dgx-h100-100g.tom
 STAGES = (4, 8, 16)
 EACH = 4
 """Microbatches a stage of the models."""
-PLANS = [(count, chunks) for count in (2, 4, 8, 16, 32) for chunks in (1, 2)]
-"""Microbatches of the plans that run, and chunks of layers a stage."""
+PLANS = [(count, layers) for count in (2, 4, 8, 16, 32) for layers in (4, 3)]
+"""Microbatches of the plans that run, and layers: three make stages that take unequally long."""
 LEAST_TAU = 0.6
 
 
@@ -105,27 +104,23 @@ def planned(clusters: Sequence[str]) -> list[dict[str, Any]]:
 # -- as run ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Watched:
-    """A program that is run one at a time, and what it and the arrays that live meanwhile take."""
+    """A program that is run one at a time; ``peak_bytes`` has the most that it and the arrays that live meanwhile take."""
 
-    program: Callable[..., Any]
+    program: Any
     devices: tuple[int, ...]
     peak_bytes: Counter[int]
-    seconds: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def __call__(self, *values: Any) -> Any:
         """Runs it."""
         jax.block_until_ready(values)
-        stats = self.program.memory_analysis()  # type: ignore[attr-defined]
+        stats = self.program.memory_analysis()
         inside = stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
         for device, live in living().items():
             here = inside if device in self.devices else 0
             self.peak_bytes[device] = max(self.peak_bytes[device], live + here)
-        start_s = time.perf_counter()
-        found = jax.block_until_ready(self.program(*values))
-        self.seconds[self.devices] = self.seconds.get(self.devices, 0.0) + time.perf_counter() - start_s
-        return found
+        return jax.block_until_ready(self.program(*values))
 
 
 def living() -> Counter[int]:
@@ -144,54 +139,35 @@ def living() -> Counter[int]:
 def run() -> tuple[list[dict[str, Any]], bool]:
     """The rows of the plans, and whether their orders are as simulated."""
     rows: list[dict[str, Any]] = []
-    print("| microbatches | chunks | idle simulated | as run | peak MiB simulated | as run |\n|---:|---:|---:|---:|---:|---:|")
-    for count, chunks in PLANS:
-        row = one(count, chunks)
+    print("| microbatches | layers | peak MiB simulated | as run | ratio |\n|---:|---:|---:|---:|---:|")
+    for count, layers in PLANS:
+        row = one(count, layers)
         rows.append(row)
-        print(
-            f"| {count} | {chunks} | {row['idle']:.1%} | {row['idle_run']:.1%} "
-            f"| {row['peak_bytes'] / 2**20:.1f} | {row['peak_run'] / 2**20:.1f} |",
-            flush=True,
-        )
-    taus = [
-        scipy.stats.kendalltau([r[a] for r in rows], [r[b] for r in rows]).statistic
-        for a, b in (("idle", "idle_run"), ("peak_bytes", "peak_run"))
-    ]
-    print(f"\nKendall's tau: {taus[0]:.2f} of idle time, {taus[1]:.2f} of memory (at least {LEAST_TAU} asked).")
-    return rows, bool(min(taus) >= LEAST_TAU)
+        ratio = row["peak_run"] / row["peak_bytes"]
+        sizes = f"{row['peak_bytes'] / 2**20:.1f} | {row['peak_run'] / 2**20:.1f}"
+        print(f"| {count} | {layers} | {sizes} | {ratio:.2f} |", flush=True)
+    tau = scipy.stats.kendalltau([r["peak_bytes"] for r in rows], [r["peak_run"] for r in rows]).statistic
+    print(f"\nKendall's tau: {tau:.2f} (at least {LEAST_TAU} asked).")
+    return rows, bool(tau >= LEAST_TAU)
 
 
-def one(count: int, chunks: int) -> dict[str, Any]:
+def one(count: int, layers: int) -> dict[str, Any]:
     """A plan as simulated and as run."""
-    step, made = gpt.train_step(layers=4, width=256, batch=64, sequence=64, concrete=True)
+    step, made = gpt.train_step(layers=layers, width=256, batch=64, sequence=64, concrete=True)
     args = jax.tree.map(np.array, made)
     del made  # what lives later is the plan's
-    asked: dict[str, Any] = {"cluster": "2", "axes": {"stage": 2, "chunk": chunks}, "microbatches": count, "donate_argnums": 0}
+    asked: dict[str, Any] = {"cluster": "2", "axes": {"stage": 2, "chunk": 1}, "microbatches": count, "donate_argnums": 0}
     plan = shardplan.plan(step, *args, **asked)
     own = plan.put(args)
     jax.block_until_ready(own)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     compiled = plan.jit(step).lower(*shapes).compile()
     peak_bytes: Counter[int] = Counter()
-    seconds: dict[tuple[int, ...], float] = {}
-    watched = [Watched(p.stage, p.devices, peak_bytes, seconds) for p in compiled.programs]
+    watched = [Watched(p.stage, p.devices, peak_bytes) for p in compiled.programs]
     state, *rest = own
     del own
-    state = compiled.run(watched, state, *rest)[0]  # warms up; memory is the same in each step
-    seconds.clear()
-    state = compiled.run(watched, state, *rest)[0]
-    taken_s: list[float] = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        state = compiled(state, *rest)[0]
-        jax.block_until_ready(state)
-        taken_s.append(time.perf_counter() - start_s)
-    busy_s = sum(s * len(devices) for devices, s in seconds.items())
-    idle_run = 1 - busy_s / (2 * statistics.median(taken_s))
-    return {
-        "microbatches": count, "chunks": chunks, "idle": plan.idle_share, "idle_run": idle_run,
-        "peak_bytes": plan.peak_bytes, "peak_run": max(peak_bytes.values()),
-    }  # fmt: skip
+    compiled.run(watched, state, *rest)
+    return {"microbatches": count, "layers": layers, "peak_bytes": plan.peak_bytes, "peak_run": max(peak_bytes.values())}
 
 
 if __name__ == "__main__":

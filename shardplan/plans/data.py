@@ -31,10 +31,11 @@ Bytes = Annotated[int, Least(0)]
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A sharding that people use today, priced like the plan: seconds per step, bytes per device and step."""
+    """A sharding that people use today, priced like the plan: seconds per step and of its compute, bytes per device and step."""
 
     name: str
     step_time_s: Seconds
+    compute_s: Seconds
     communication_bytes: Annotated[float, Least(0)]
     peak_bytes: Bytes
     fits: bool

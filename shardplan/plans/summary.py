@@ -102,7 +102,8 @@ def _baseline(session: Session, backend: Backend) -> Baseline:
     if backend == "explicit":
         run = scheduled(session)
         seconds, wire_bytes = run.step_time_s, run.communication_bytes
-    return Baseline(solution.name, seconds, wire_bytes, solution.peak_bytes, solution.fits(session.memory_limit))
+    fits = solution.fits(session.memory_limit)
+    return Baseline(solution.name, seconds, decisions.compute_s, wire_bytes, solution.peak_bytes, fits)
 
 
 # -- back to a search --------------------------------------------------------------------------------------------------

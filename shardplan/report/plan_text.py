@@ -76,21 +76,22 @@ def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
     """That devices repeat the work of others, where they do; and, where the baselines are known, the least batch for which data
     parallelism over all devices would pay.
 
-    With R the seconds of the replicated step, D those of data parallelism and n devices, the compute of D takes C >= R / n, and
-    its communication D - C, whatever the batch. N times the batch saves N (R - C) of compute, so it pays from (D - C) / (R - C)
-    on, which is at least (D - R / n) / (R - R / n) where D > R.
+    The replicated step computes R seconds, data parallelism computes C and communicates for D, whatever the batch. N times the
+    batch saves at most N (R - C) of compute, because ops that do not fill a device get no slower by more work. So data
+    parallelism needs at least D / (R - C) times the batch.
     """
     copies = math.prod(plan.axes[name] for name, text in plan.idle_axes.items() if REPEATED in text)
     if copies == 1:
         return []
     said = "half of the devices repeat the other half's work" if copies == 2 else f"{copies} devices each do the same work"
     said += f" ({', '.join(f'{name}={plan.axes[name]}' for name, text in plan.idle_axes.items() if REPEATED in text)})"
-    devices = math.prod(level.size for level in plan.cluster.levels)
-    seconds_of = {b.name: b.step_time_s for b in plan.baselines or ()}
-    replicated, parallel = seconds_of.get("replicated", 0.0), seconds_of.get("data parallel", 0.0)
-    if 0 < replicated < parallel:
-        times = (parallel - replicated / devices) / (replicated - replicated / devices)
-        said += f"; data parallelism needs at least about {times:.2g} times this batch"
+    known = {b.name: b for b in plan.baselines or ()}
+    if "replicated" in known and "data parallel" in known:
+        whole, parallel = known["replicated"], known["data parallel"]
+        saved_s = whole.compute_s - parallel.compute_s
+        if whole.step_time_s < parallel.step_time_s and saved_s > 0:
+            times = (parallel.step_time_s - parallel.compute_s) / saved_s
+            said += f"; data parallelism needs at least about {times:.2g} times this batch"
     return [("idle", said)]
 
 

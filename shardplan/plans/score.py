@@ -23,7 +23,7 @@ class MeasuredSharding:
     collectives: Mapping[str, Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Score:
     """The price of the user's sharding: seconds of a step, bytes of one device, and where it loses against the plan.
 
@@ -48,6 +48,13 @@ class Score:
     in_specs: Mapping[str, str]
     replicated: tuple[str, ...]
     measured: MeasuredSharding | None = None
+
+    def __repr__(self) -> str:
+        fits = "" if self.fits else ", and does not fit"
+        return (
+            f"<Score: a step takes {self.step_time_s:.3g} s, {self.step_time_s / self.plan_s:.3g} times the plan's{fits}; "
+            f"{len(self.losses)} losses, {len(self.unasked)} collectives that the plan does not have>"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The score as JSON values."""

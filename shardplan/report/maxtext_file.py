@@ -82,9 +82,10 @@ def _not_said(plan: PlanData) -> Iterator[str]:
             yield f"the plan's axis {factor.name} serves several purposes ({parts} of its compute); the first is its axis here"
     if _order(plan) != sorted(_order(plan)):
         yield "the plan has its axes in another order within a level, so that other devices are neighbours"
-    leads = ", ".join(f"{f.name} is {shares[0][0]}" for f, shares in zip(plan.factors, plan.purposes, strict=True))
-    yield f"which dims of which arrays the plan splits, over its own axes ({leads}):"
     specs = {path: spec_text(entries) for path, entries in plan.entries.items() if entries}
+    if specs:
+        leads = ", ".join(f"{f.name} is {shares[0][0]}" for f, shares in zip(plan.factors, plan.purposes, strict=True))
+        yield f"which dims of which arrays the plan splits, over its own axes ({leads}):"
     for group in grouped(specs):
         yield f"  {flow(group.pattern)} {specs[group.paths[0]]}"
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -192,7 +193,6 @@ def test_a_run_goes_on_after_a_node_is_lost_and_one_is_added(eager: Any, backend
 @pytest.mark.parametrize("offload", ["none", ["*/velocity/*"]], ids=["on devices", "velocities in host memory"])
 def test_a_checkpoint_is_restored_in_the_layouts_of_another_plan(eager: Any, offload: Any, tmp_path: Path) -> None:
     """The recipe of docs/replanning.md."""
-    ocp = pytest.importorskip("orbax.checkpoint")
     step, args = train_step()
     plan = shardplan.plan(step, *args, cluster=eager, donate_argnums=0, offload=offload)
     state = plan.put(args)[0]

@@ -37,6 +37,7 @@ _DEV = (
         "hypothesis",
         "matplotlib",
         "numba",
+        "orbax-checkpoint",
         "ml_dtypes",
         "optax",
         "pyright",
@@ -53,6 +54,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "gpu-aot": (("jax-cuda13-pjrt", "jax-cuda13-plugin"), "compiling for GPUs that are not there"),
     "export": (("flatbuffers",), "the planned step as StableHLO: export -o step.stablehlo"),
     "attention": (("tokamax",), "tokamax's attention kernels in models/"),
+    "checkpoint": (("orbax-checkpoint",), "checkpoints of planned state"),
     "docs": (("myst-parser", "sphinx", "sphinx-book-theme"), "the site: make docs"),
     "dev": (_DEV, "the tests, and the optimizers of models/ (optax)"),
 }

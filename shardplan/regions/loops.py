@@ -14,6 +14,7 @@ from functools import cached_property
 
 from shardplan.dag.pipelines import PassKind
 from shardplan.errors import PlacementError
+from shardplan.graph import flatten
 from shardplan.ir import Op, Operand, Program, Tensor
 from shardplan.regions.assignment import Assignment, Group, free_ops
 from shardplan.regions.group_programs import GroupProgram, StepSplit
@@ -95,7 +96,8 @@ class LoopSplit:
         of = {i: self.chunks[c] for i, c in chunk.items()}
         assignment = Assignment(program, self.groups, of, held, everywhere, chunk)
         totals = [o for o in body.outputs[: self.carries] if isinstance(o, int)]
-        return StepSplit(assignment, segments_of(assignment, totals))
+        products = {n.op.id for n in flatten(program).nodes if not n.where and n.signature.multiplies}
+        return StepSplit(assignment, segments_of(assignment, totals, products))
 
     @cached_property
     def kinds(self) -> tuple[PassKind, ...]:

@@ -28,15 +28,14 @@ class Segment:
     ops: tuple[int, ...]
 
 
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-
-
-def segments_of(assignment: Assignment, totals: Collection[int] = ()) -> tuple[Segment, ...]:
-    """The segments in an order in which each comes after those that it waits for. ``totals`` are tensors that add up terms."""
+def segments_of(assignment: Assignment, totals: Collection[int] = (), products: Collection[int] = ()) -> tuple[Segment, ...]:
+    """The segments in an order in which each comes after those that it waits for. ``totals`` are tensors that add up terms;
+    ``products`` are ops that multiply, by id.
+    """
     ops = [op for op in assignment.program.ops if op.id in assignment.of]
     levels = _sunk(assignment, ops, _earliest(assignment, ops))
     awaited = _awaited(assignment, ops, levels)
-    awaited |= _added_at_once(assignment, ops, levels, awaited, totals)
+    awaited |= _added_at_once(assignment, [op for op in ops if op.id not in awaited], levels, totals, products)
     members: dict[tuple[int, int, bool], list[int]] = {}
     for op in ops:
         members.setdefault((levels[op.id], assignment.chunk_of[op.id], op.id not in awaited), []).append(op.id)
@@ -94,16 +93,16 @@ def _awaited(assignment: Assignment, ops: list[Op], levels: dict[int, int]) -> f
 
 
 def _added_at_once(
-    assignment: Assignment, ops: list[Op], levels: dict[int, int], awaited: frozenset[int], totals: Collection[int]
+    assignment: Assignment, ops: list[Op], levels: dict[int, int], totals: Collection[int], products: Collection[int]
 ) -> frozenset[int]:
-    """The ops that bring values to ``totals`` without a product or a loop, and need nothing of the rest of their segment."""
-    rest: dict[int, tuple[int, int]] = {}  # by tensor of the rest, its segment
+    """Of the ops that nobody waits for, those that bring values to ``totals`` without a product or a loop, and need none of the
+    others of their segment.
+    """
+    rest: dict[int, tuple[int, int]] = {}  # by tensor of the others, its segment
     light: list[Op] = []
     for op in ops:
         at = levels[op.id], assignment.chunk_of[op.id]
-        if op.id in awaited:
-            continue
-        if op.bodies or op.primitive in _PRODUCTS or any(rest.get(t) == at for t in op.tensors):
+        if op.bodies or op.id in products or any(rest.get(t) == at for t in op.tensors):
             rest.update(dict.fromkeys(op.outputs, at))
         else:
             light.append(op)

@@ -94,12 +94,7 @@ def add_target_options(one: Parser) -> None:
     one.add_argument(
         "--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: what JAX\'s allocator gives)'
     )
-    one.add_argument(
-        "--objective",
-        default="time",
-        choices=["time", "bytes"],
-        help="what the plan has the least of: seconds of a step (the default), or bytes sent where everything is split (Tofu)",
-    )
+    one.add_argument("--objective", default="time", choices=["time", "bytes"], help="what the plan has least of (default: time)")
     one.add_argument(
         "--backend",
         default="auto",

@@ -74,7 +74,7 @@ def test_the_optimum_of_drawn_operators_is_that_of_all_strategies(data: st.DataO
 @pytest.mark.parametrize("memory", [None, 120_000])
 @pytest.mark.parametrize("devices", [(SingleDevice(1, speed=0.5),), (SingleDevice(0, absent=True),)])
 def test_devices_that_differ_have_the_optimum_of_all_strategies(devices: tuple[SingleDevice, ...], memory: int | None) -> None:
-    limits = tuple(replace(d, memory_bytes=memory) for d in devices)
+    limits = tuple(d if d.absent else replace(d, memory_bytes=memory) for d in devices)
     cluster = replace(Cluster.load("3"), single_devices=limits, single_links=(SingleLink((1, 2), 1e9),))
     here = problem_of(operators("mlp", layers=3), machine_of(cluster))
     candidates, simulation = aligned_configurations(here), here.simulation("python")

@@ -426,7 +426,11 @@ def test_a_file_that_lacks_a_field_names_it(saved: dict[str, Any], tmp_path: Pat
         ({"one_choice": "all"}, "not a plan: unsupported one_choice='all'"),
         ({"baselines": [{"name": "FSDP"}]}, r"incomplete plan: 'baselines\[0\]\.step_time_s' is missing"),
         (
-            {"baselines": [{"name": "FSDP", "step_time_s": 1, "communication_bytes": 0, "peak_bytes": -1, "fits": True}]},
+            {
+                "baselines": [
+                    {"name": "FSDP", "step_time_s": 1, "compute_s": 1, "communication_bytes": 0, "peak_bytes": -1, "fits": True}
+                ]
+            },
             r"not a plan: baselines\[0\]\.peak_bytes=-1 is below 0",
         ),
         (

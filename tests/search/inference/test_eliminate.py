@@ -20,20 +20,18 @@ def test_memory_that_is_freed_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -
     kept = shardplan.plan(step, *args, **options)
     freed = {"tables": 0, "eliminations": 0, "prices": 0}
 
-    def tidy_store(store: TableStore, original: Any = TableStore.tidy) -> None:
+    def tidy_store(store: TableStore, _: int, original: Any = TableStore.tidy) -> None:
         freed["tables"] += len(store._passing)
-        original(store)
+        original(store, -1)
 
     def tidy_eliminator(eliminator: Eliminator, original: Any = Eliminator.tidy) -> None:
         freed["eliminations"] += len(eliminator._memo) * (eliminator._forgotten != eliminator.store.forgotten)
         original(eliminator)
 
-    def tidy_pricer(pricer: Pricer, original: Any = Pricer.tidy) -> None:
+    def tidy_pricer(pricer: Pricer, _: int, original: Any = Pricer.tidy) -> None:
         freed["prices"] += len(pricer._costs)
-        original(pricer)
+        original(pricer, -1)
 
-    monkeypatch.setattr("shardplan.search.problem.cost_tables.MOST_BYTES", -1)
-    monkeypatch.setattr("shardplan.search.problem.pricing.MOST_BYTES", -1)
     monkeypatch.setattr(TableStore, "tidy", tidy_store)
     monkeypatch.setattr(Eliminator, "tidy", tidy_eliminator)
     monkeypatch.setattr(Pricer, "tidy", tidy_pricer)

@@ -71,7 +71,7 @@ def _losses(score: Score) -> str:
     }
     rows = [[_with_others(g.pattern, attributes[g.paths[0]][-1]), *attributes[g.paths[0]][:-1]] for g in grouped(attributes)]
     more = f"\n... and {len(rows) - _ROWS} more rows (--json has all)" if len(rows) > _ROWS else ""
-    heading = "What a step gains if one argument alone lies otherwise (these do not add up):\n\n"
+    heading = "What a step gains if only this argument is sharded differently (gains do not add up):\n\n"
     return heading + table(["argument", "yours", "instead", "gains", "sends less", "most of it at"], rows[:_ROWS]) + more
 
 

@@ -54,8 +54,8 @@ def score(
             prefix of it, as `jax.jit` takes it.
         rules: In place of ``in_shardings``: {glob of paths: PartitionSpec}, of which the first that matches holds; or flax's
             logical rules, pairs of a logical axis name and a mesh axis, for arguments that carry axis names; or pairs of both
-            kinds. What no glob matches is sharded by the axis names that it carries, or as it lies, or else not at all. With
-            neither of the two, all is.
+            kinds. An argument that no glob matches is sharded by the axis names that it carries, else as it lies, else not at
+            all. The same holds for every argument if neither ``rules`` nor ``in_shardings`` is given.
         mesh: The axes that the specs name, slowest first: a Mesh, or sizes by name. By default those of the NamedShardings, else
             the levels of the cluster.
         measure: Also compile the step with these shardings for devices that are here (simulated ones will do), and count what

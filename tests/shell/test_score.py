@@ -329,7 +329,7 @@ def test_the_report_names_the_losses(files: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "over data=2, tensor=4" in out
     assert "times as long as under the plan" in out
-    assert "What a step gains if one argument alone lies otherwise" in out
+    assert "What a step gains if only this argument is sharded differently" in out
     assert "Collectives that the plan does not have" in out
     assert "without a spec lie whole on every device: state/optimizer/0/count" in out
 

@@ -62,8 +62,8 @@ class GroupPlanner:
         """The plan of each group in the layouts of one group's arrays."""
         refused: list[MemoryLimitError] = []
         tried: list[Made] = []
-        leads = sorted(range(len(self.groups)), key=lambda n: -self._flops(n))
-        for n in leads:
+        order = sorted(range(len(self.groups)), key=lambda n: -self._flops(n))
+        for n in filter(self._has_parts, order):
             try:
                 lead = self._plan(n, self.searcher.wanted, cut_short=_interrupted(tried))
             except MemoryLimitError:
@@ -73,7 +73,7 @@ class GroupPlanner:
             factors, layouts = self._array_layouts(n, lead)
             made = [lead] * len(self.groups)
             try:
-                for g in leads:
+                for g in order:
                     if g != n:
                         made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(tried))
                         tried.append(made[g])
@@ -84,6 +84,10 @@ class GroupPlanner:
                 made[0] = replace(made[0], stopped="interrupted")
             return tuple(made)
         raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
+
+    def _has_parts(self, group: int) -> bool:
+        """Whether parts of arrays lie in a group."""
+        return any(t in self.arrays for t in self.parts[group].inputs)
 
     def _flops(self, group: int) -> float:
         """The floating-point operations of a group's products."""
@@ -97,7 +101,9 @@ class GroupPlanner:
         )
 
     def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout], *, cut_short: bool) -> Made:
-        """The plan of a group over these factors with these layouts of its arrays."""
+        """The plan of a group over these factors with these layouts of its arrays; its own plan if it has none of them."""
+        if not self._has_parts(group):
+            return self._plan(group, self.searcher.wanted, cut_short=cut_short)
         part, names = self.parts[group], [f.name for f in factors]
         pins = {
             glob.escape(path): layouts[self.arrays[t]].entries(names)
@@ -107,7 +113,7 @@ class GroupPlanner:
         return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors), cut_short=cut_short)
 
     def _array_layouts(self, group: int, made: Made) -> tuple[tuple[Factor, ...], tuple[tuple[int, Layout], ...]]:
-        """A group's factors, and the layout of each of its arrays that is searched; nothing where it has none."""
+        """A group's factors, and the layout of each of its arrays that is searched."""
         session, numbers = made.session, self.parts[group].inputs
         layouts = session.decisions.layouts
         found = sorted(
@@ -115,7 +121,7 @@ class GroupPlanner:
              if t in self.arrays and (at := layouts[own]) is not None),
             key=lambda row: row[0],
         )  # fmt: skip
-        return session.problem.factors if found else (), tuple(found)
+        return session.problem.factors, tuple(found)
 
     def _plan(self, group: int, wanted: Wanted, *, cut_short: bool) -> Made:
         part = self.parts[group]

@@ -147,10 +147,10 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
 
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
         plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers)
-        return plan, short and in_flight == few
+        return plan, short and in_flight == few != one
 
-    few = one_f_one_b(len(chunks), cut.count).most_held
-    return _fastest(planned, (few, (1,) * len(chunks), None))
+    few, one = one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)
+    return _fastest(planned, (*dict.fromkeys((few, one)), None))
 
 
 def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:

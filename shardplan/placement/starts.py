@@ -130,18 +130,23 @@ def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Str
 def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:
     """The cuts of a plan as configurations over all devices.
 
-    Operators have no parts that only add up, so where a plan cuts a reduction, or leaves work whole, samples or else another loop
-    are cut instead, as far as they divide.
+    Operators have no parts that only add up, so where a plan cuts a reduction, samples or else another loop are cut instead, as
+    far as they divide. Nor do several devices do the same work: where a plan leaves an operator whole, either it is cut in the
+    same way, or one device does it and sends the others what they need; the faster of the two in simulation.
     """
     at = coordinates(problem.machine.cluster, factors)
-    return tuple(_planned(o, choices, factors, at) for o in problem.graph.operators)
+    operators = problem.graph.operators
+    both = [tuple(_planned(o, choices, factors, at, whole) for o in operators) for whole in (False, True)]
+    return min(both, key=problem.seconds)
 
 
-def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at: np.ndarray) -> Configuration:
+def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at: np.ndarray, whole: bool) -> Configuration:
+    """``whole``: what the plan leaves whole over a factor runs on the first of its devices."""
     anchor = operator.anchor
     use = choices.use(anchor.where, anchor.op) if anchor is not None and anchor.where in choices.bodies else None
     cut: dict[int, list[int]] = {}
     spare: list[int] = []
+    kept: list[int] = []
     loops = dict(anchor.cut) if anchor is not None else {}
 
     def divides(f: int, n: int) -> bool:
@@ -151,6 +156,8 @@ def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at
         n = loops.get(use.loops[f]) if use is not None else None
         if n is not None and divides(f, n):
             cut.setdefault(n, []).append(f)
+        elif whole and use is not None and use.loops[f] == -1:
+            kept.append(f)
         else:
             spare.append(f)
     order = sorted(range(len(operator.loops)), key=lambda n: "SPA".index(operator.loops[n].kind))
@@ -160,7 +167,7 @@ def _planned(operator: Operator, choices: Choices, factors: Sequence[Factor], at
             cut.setdefault(n, []).append(f)
             spare.remove(f)
     degrees = tuple(math.prod(factors[f].size for f in cut.get(n, ())) for n in range(len(operator.loops)))
-    own = np.flatnonzero((at[:, spare] == 0).all(axis=1))
+    own = np.flatnonzero((at[:, spare + kept] == 0).all(axis=1))
     part = np.zeros(len(own), np.int64)
     for n, degree in enumerate(degrees):
         along = np.zeros(len(own), np.int64)

@@ -148,6 +148,15 @@ def test_the_planners_price_stands_beside_the_simulated_plan(capsys: pytest.Capt
     assert json.loads(out)["schedule_s"] is None
 
 
+def test_a_plan_that_cuts_nothing_is_simulated_on_one_device() -> None:
+    step, args = load_target("models.mlp:train_step", {})
+    planned = shardplan.plan(step, *args, cluster="2x2")
+    assert planned.communication_bytes == 0
+    made = shardplan.place(step, *args, cluster="2x2", start=("dp", "plan"), proposals=1)
+    assert made.plan_s == pytest.approx(planned.step_time_s, rel=0.1)
+    assert made.plan_s < made.data_parallel_s
+
+
 def test_a_start_that_is_neither_a_name_nor_names_is_refused() -> None:
     three: Any = 3
     with pytest.raises(shardplan.ShardplanError, match="start=3 is no start: use some of dp"):

@@ -268,10 +268,13 @@ def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _padded(x: Any, dim: int, extent: int) -> Any:
-    """A block padded with zeros to an extent of a dim, or cut to it. The zeros are no elements of the tensor."""
+    """A block padded to an extent of a dim, or cut to it. What it is padded with, zeros or copies of a key, is no element of the
+    tensor.
+    """
     if x.shape[dim] >= extent:
         return lax.slice_in_dim(x, 0, extent, axis=dim) if x.shape[dim] > extent else x
-    return jnp.pad(x, [(0, extent - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
+    short = [(0, extent - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)]
+    return jnp.pad(x, short, mode="edge" if jnp.issubdtype(x.dtype, jax.dtypes.extended) else "constant")
 
 
 class _Buffered:

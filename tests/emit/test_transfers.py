@@ -230,3 +230,18 @@ def test_pairs_of_places_and_extremes_are_reduced_together() -> None:
     run = jax.shard_map(local, mesh=bench.mesh, in_specs=(spec, spec), out_specs=PartitionSpec(), check_vma=False)
     whole = jnp.asarray(values.transpose(2, 0, 1, 3).reshape(6, 40))
     assert np.array_equal(np.asarray(run(places, extremes)), np.asarray(jnp.argmax(whole, axis=-1)))
+
+
+def test_keys_that_do_not_divide_are_filled_up_with_copies() -> None:
+    bench = Bench(machine("8:slow"))
+    keys = jax.random.split(jax.random.key(0), 23)
+    whole, split = Layout(((),)), Layout(((0,),))
+    move = _move(bench, (23,), whole, split)
+    assert move.extents == (24,)
+    ins, outs = (partition_spec(layout, bench.names) for layout in (whole, split))
+    run = jax.shard_map(
+        lambda block: bench.transfers.move(block, move), mesh=bench.mesh, in_specs=ins, out_specs=outs, check_vma=False
+    )
+    made = jax.random.key_data(jax.jit(run)(keys))
+    assert made.shape[0] == 24
+    assert np.array_equal(made[:23], jax.random.key_data(keys))

@@ -1,13 +1,15 @@
 """Pipelines: LLaMA-70B on clusters with and without stages, and plans run on simulated devices beside their simulation.
 
-    python benchmarks/pipelines.py [--parts models run] [--clusters NAME:NODES ...] [--json FILE]
+    python benchmarks/pipelines.py [--parts models run idle] [--clusters NAME:NODES ...] [--json FILE]
 
 1. *models*: LLaMA-70B (a scan over layers with remat, sequences of 4,096 tokens, batch 1,024) planned on all devices and in
    stages with four microbatches a stage. *shorter* is the step on all devices over the step of the row.
 2. *run*: a GPT in two stages of one CPU device each, in ten plans: the most bytes that a device holds as the plan says, and as
    run, where a device holds the arrays that are alive when a program starts and what XLA says that the program needs. Kendall's
-   tau compares the orders; exits with 1 where it is below 0.6. Idle time is not compared: XLA's client for CPUs runs the
-   programs of two devices of a process in turn.
+   tau compares the orders; exits with 1 where it is below 0.6.
+3. *idle*: the same plans in two processes of one device each, since XLA's client for CPUs runs the programs of two devices of a
+   process in turn: the part of the step in which a device computes nothing as the plan says, and as run, where each program
+   counts with the time that it takes once its arguments are there. Needs two cores that nothing else uses. Compared like bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,7 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 if __name__ == "__main__":  # before JAX starts: two devices, each with one thread
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+    count = 1 if "--process" in sys.argv else 2
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count} --xla_cpu_multi_thread_eigen=false"
 
 import jax
 import numpy as np
@@ -42,21 +47,33 @@ EACH = 4
 PLANS = [(count, layers) for count in (2, 4, 8, 16, 32) for layers in (4, 3)]
 """Microbatches of the plans that run, and layers: three make stages that take unequally long."""
 LEAST_TAU = 0.6
+CPUS = str(Path(__file__).parent / "clusters" / "two-cpus.toml")
+MARK = "idle: "
+"""Begins the lines of a process that the benchmark reads."""
+TIMED = 3
+"""Steps of a plan that are timed; their median counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; 1 if an order is not as simulated."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("models", "run"), default=["models", "run"])
+    parser.add_argument("--parts", nargs="+", choices=("models", "run", "idle"), default=["models", "run", "idle"])
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="NAME:NODES")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # number and port of a process of *idle*
     given = parser.parse_args(argv)
+    if given.process:
+        run_process(*map(int, given.process))
+        return 0
     found: dict[str, Any] = {}
     if "models" in given.parts:
         found["models"] = planned(given.clusters)
     good = True
     if "run" in given.parts:
         found["run"], good = run()
+    if "idle" in given.parts:
+        found["idle"], ordered = idle()
+        good = good and ordered
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
     return 0 if good else 1
@@ -123,6 +140,22 @@ class Watched:
         return jax.block_until_ready(self.program(*values))
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A program that is run one at a time, and appends the seconds that it ``took`` once its arguments were there."""
+
+    program: Any
+    took: list[float]
+
+    def __call__(self, *values: Any) -> Any:
+        """Runs it."""
+        jax.block_until_ready(values)
+        start_s = time.perf_counter()
+        made = jax.block_until_ready(self.program(*values))
+        self.took.append(time.perf_counter() - start_s)
+        return made
+
+
 def living() -> Counter[int]:
     """The bytes of all arrays, by device; those that share a buffer count once."""
     seen: set[tuple[int, int]] = set()
@@ -146,18 +179,20 @@ def run() -> tuple[list[dict[str, Any]], bool]:
         ratio = row["peak_run"] / row["peak_bytes"]
         sizes = f"{row['peak_bytes'] / 2**20:.1f} | {row['peak_run'] / 2**20:.1f}"
         print(f"| {count} | {layers} | {sizes} | {ratio:.2f} |", flush=True)
-    tau = scipy.stats.kendalltau([r["peak_bytes"] for r in rows], [r["peak_run"] for r in rows]).statistic
+    return rows, ordered([r["peak_bytes"] for r in rows], [r["peak_run"] for r in rows])
+
+
+def ordered(simulated: Sequence[float], as_run: Sequence[float]) -> bool:
+    """Whether the plans are in the simulated order when run; prints Kendall's tau."""
+    tau = scipy.stats.kendalltau(simulated, as_run).statistic
     print(f"\nKendall's tau: {tau:.2f} (at least {LEAST_TAU} asked).")
-    return rows, bool(tau >= LEAST_TAU)
+    return bool(tau >= LEAST_TAU)
 
 
 def one(count: int, layers: int) -> dict[str, Any]:
     """A plan as simulated and as run."""
-    step, made = gpt.train_step(layers=layers, width=256, batch=64, sequence=64, concrete=True)
-    args = jax.tree.map(np.array, made)
-    del made  # what lives later is the plan's
-    asked: dict[str, Any] = {"cluster": "2", "axes": {"stage": 2, "chunk": 1}, "microbatches": count, "donate_argnums": 0}
-    plan = shardplan.plan(step, *args, **asked)
+    step, args = model(layers, batch=64)
+    plan = shardplan.plan(step, *args, cluster="2", **options(count))
     own = plan.put(args)
     jax.block_until_ready(own)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
@@ -168,6 +203,67 @@ def one(count: int, layers: int) -> dict[str, Any]:
     del own
     compiled.run(watched, state, *rest)
     return {"microbatches": count, "layers": layers, "peak_bytes": plan.peak_bytes, "peak_run": max(peak_bytes.values())}
+
+
+def model(layers: int, batch: int) -> tuple[Any, tuple[Any, ...]]:
+    """A step of the GPT and its arguments in NumPy, so that what lives on devices is the plan's."""
+    step, args = gpt.train_step(layers=layers, width=256, batch=batch, sequence=64, concrete=True)
+    return step, jax.tree.map(np.array, args)
+
+
+def options(count: int) -> dict[str, Any]:
+    """What is asked of the plans."""
+    return {"axes": {"stage": 2, "chunk": 1}, "microbatches": count, "donate_argnums": 0}
+
+
+# -- idle time ---------------------------------------------------------------------------------------------------------
+
+
+def idle() -> tuple[list[dict[str, Any]], bool]:
+    """The rows of the plans, run by two processes, and whether their orders are as simulated."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--process"]
+    with (
+        subprocess.Popen([*command, "1", str(port)], stdout=subprocess.PIPE, text=True) as other,
+        subprocess.Popen([*command, "0", str(port)], stdout=subprocess.PIPE, text=True) as first,
+    ):
+        texts = [first.communicate()[0], other.communicate()[0]]
+    if first.returncode or other.returncode:
+        sys.exit(f"a process of the pipelines ended with {first.returncode or other.returncode}")
+    each = [[json.loads(line.removeprefix(MARK)) for line in text.splitlines() if line.startswith(MARK)] for text in texts]
+    rows: list[dict[str, Any]] = []
+    print("| microbatches | layers | step s | idle simulated | as run |\n|---:|---:|---:|---:|---:|")
+    for (count, layers), *both in zip(PLANS, *each, strict=True):
+        wall_s = max(own["wall_s"] for own in both)
+        as_run = 1 - sum(own["busy_s"] for own in both) / (len(both) * wall_s)
+        rows.append({"microbatches": count, "layers": layers, "step_s": wall_s, "idle": both[0]["idle"], "idle_run": as_run})
+        print(f"| {count} | {layers} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |")
+    return rows, ordered([r["idle"] for r in rows], [r["idle_run"] for r in rows])
+
+
+def run_process(number: int, port: int) -> None:
+    """One of the two processes: runs all plans, and prints the seconds of a step, and those in which it used a core."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, number)
+    for count, layers in PLANS:
+        step, args = model(layers, batch=256)
+        plan = shardplan.agree(step, *args, cluster=CPUS, **options(count))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        compiled = plan.jit(step).lower(*shapes).compile()
+        state, *rest = plan.put(args)
+        timed: list[float] = []
+        took: list[float] = []
+        alone = [Timed(p.stage, took) for p in compiled.programs]
+        for n in range(1 + 2 * TIMED):
+            start_s = time.perf_counter()
+            state, loss = compiled.run(alone, state, *rest) if n > TIMED else compiled(state, *rest)
+            plan.fetch(loss)
+            jax.block_until_ready(state)
+            timed.append(time.perf_counter() - start_s)
+        wall_s, busy_s = float(np.median(timed[1 : 1 + TIMED])), sum(took) / TIMED
+        print(MARK + json.dumps({"idle": plan.idle_share, "wall_s": wall_s, "busy_s": busy_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
 
 
 class Waiting(NamedTuple):
-    """A task or transfer with what it waits for, by number."""
+    """A task or transfer with what it waits for, by number, and the devices that it keeps busy.
+
+    Devices of the same groups, which do the same at any time, have one number.
+    """
 
     what: Task | Transfer
     seconds: float
@@ -27,21 +30,41 @@ class Waiting(NamedTuple):
 
 
 def waiting_tasks(graph: PlacedTaskGraph, machine: DeviceTopology) -> list[Waiting]:
-    """The tasks and then the transfers of a step, each with what it waits for."""
+    """The tasks and then the transfers of a step, each with what it waits for.
+
+    A transfer within a node is a copy beside what the devices compute. One between nodes, so between processes, is a program on
+    the devices of both groups (`shardplan.emit.crossings`): it starts when both have ended what they run, as a rendezvous.
+    """
     made: dict[tuple[int, Key], int] = {}
     for n, task in enumerate(graph.tasks):
         made.update(dict.fromkeys(((graph.pieces[task.piece].group, key) for key in task.makes), n))
     for n, transfer in enumerate(graph.transfers, len(graph.tasks)):
         made.setdefault((transfer.target, transfer.key), n)
     found: list[Waiting] = []
+    alike = _alike(graph)
     for task in graph.tasks:
         piece = graph.pieces[task.piece]
         before = {made[piece.group, key] for key in task.reads if (piece.group, key) in made}
-        found.append(Waiting(task, piece.seconds, tuple(sorted(before)), graph.groups[piece.group].devices))
+        found.append(Waiting(task, piece.seconds, tuple(sorted(before)), alike[piece.group]))
     for transfer in graph.transfers:
         at = transfer.source, transfer.key
-        found.append(Waiting(transfer, transfer_s(graph, transfer, machine), (made[at],) if at in made else (), ()))
+        both = {*graph.groups[transfer.source].devices, *graph.groups[transfer.target].devices}
+        within = len({d // machine.cluster.shape[-1] for d in both}) == 1
+        devices = () if within else tuple(sorted({*alike[transfer.source], *alike[transfer.target]}))
+        found.append(Waiting(transfer, transfer_s(graph, transfer, machine), (made[at],) if at in made else (), devices))
     return found
+
+
+def _alike(graph: PlacedTaskGraph) -> list[tuple[int, ...]]:
+    """The devices of each group; those of the same groups have one number."""
+    groups_of: dict[int, list[int]] = {}
+    for n, group in enumerate(graph.groups):
+        for d in group.devices:
+            groups_of.setdefault(d, []).append(n)
+    numbers: dict[tuple[int, ...], int] = {}
+    for own in groups_of.values():
+        numbers.setdefault(tuple(own), len(numbers))
+    return [tuple(number for own, number in numbers.items() if n in own) for n in range(len(graph.groups))]
 
 
 def transfer_s(graph: PlacedTaskGraph, transfer: Transfer, machine: DeviceTopology) -> float:
@@ -190,7 +213,7 @@ def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
     while choices := [
         first for devices, q in queues.items() if (first := q.first(max((free_s.get(d, 0.0) for d in devices), default=0.0)))
     ]:
-        start, _, n = min(choices)
+        start, _, n = _first(choices, tasks)
         queues[tasks[n].devices].pop()
         end = start + tasks[n].seconds
         found.append((tasks[n], start))
@@ -202,6 +225,26 @@ def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
                 heappush(queues[tasks[m].devices].coming, (ready_s[m], -tails[m], m))
     assert len(found) == len(tasks), "what waits for itself never runs"
     return found
+
+
+def _first(choices: Sequence[tuple[float, float, int]], tasks: Sequence[Waiting]) -> tuple[float, float, int]:
+    """Of the (start, -tail, number) of tasks that are next on their devices, the one that is issued.
+
+    It starts first, unless a transfer needs one of its devices and the longest way to the end is shorter if the device waits for
+    that transfer: a rendezvous, which all of its devices have to wait for, would else be overtaken again and again.
+    """
+    first = min(choices)
+    best, best_s = first, math.inf
+    own = tasks[first[2]]
+    for other in choices:
+        start, tail, n = other
+        if n == first[2] or not isinstance(tasks[n].what, Transfer) or not set(own.devices) & set(tasks[n].devices):
+            continue
+        after = max(first[0] + own.seconds, start) - tail
+        before = start + tasks[n].seconds - first[1]
+        if before < max(after, first[0] - first[1]) and before < best_s:
+            best, best_s = other, before
+    return best
 
 
 @dataclass(frozen=True, slots=True)

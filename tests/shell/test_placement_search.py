@@ -30,8 +30,8 @@ from tests.machines import machine
 def slow_nodes(shape: str = "2x2:eager") -> Cluster:
     """Nodes behind links that take as long for a few kilobytes as a device for a layer."""
     own = machine(shape)
-    flops = {dtype: 3 * rate for dtype, rate in own.device.flops_per_s.items()}
-    device = replace(own.device, flops_per_s=flops, memory_bytes_per_s=3 * own.device.memory_bytes_per_s)
+    flops = {dtype: 6 * rate for dtype, rate in own.device.flops_per_s.items()}
+    device = replace(own.device, flops_per_s=flops, memory_bytes_per_s=6 * own.device.memory_bytes_per_s)
     return replace(own, levels=(replace(own.levels[0], bandwidth_bytes_per_s=1e6), *own.levels[1:]), device=device)
 
 

@@ -22,10 +22,11 @@ from shardplan.hlo.meter import Measured, joined, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
-from shardplan.verify.judge import Largest, Worst
+from shardplan.verify.judge import Largest, ReferenceFault, Worst
 from shardplan.verify.on_host import drawn, drawn_as_zero, on_host
 from shardplan.verify.one_for_one import UNTOUCHED, MatchedCollective, folded, one_for_one
-from shardplan.verify.runs import Runnable, Sharded, alone, judged_runs, loop_of, peak_bytes
+from shardplan.verify.reference import by_reference
+from shardplan.verify.runs import Noise, Runnable, Sharded, alone, loop_of, peak_bytes
 from shardplan.verify.stand_ins import stand_ins
 
 
@@ -97,6 +98,7 @@ class Verified:
     moved: tuple[str, ...]
     zeros: tuple[str, ...]
     stand_ins: tuple[str, ...]
+    reference: ReferenceFault | None
     predicted_bytes: float
     measured_bytes: float
     raw_measured_bytes: float
@@ -127,8 +129,14 @@ class Verified:
 
     @property
     def passed(self) -> bool:
-        """Equal, compiled no more often than the single-device step, no state moved between steps, and one for one."""
-        return self.equal and self.recompiles <= self.single_recompiles and not self.moved and not self.unmatched
+        """Equal to a right reference, compiled no more often than it, no state moved between steps, and one for one."""
+        return (
+            self.equal
+            and self.reference is None
+            and self.recompiles <= self.single_recompiles
+            and not self.moved
+            and not self.unmatched
+        )
 
     @property
     def json(self) -> dict[str, Any]:
@@ -136,7 +144,8 @@ class Verified:
         rows = [pair.json for pair in self.pairs]
         fields = {name: value for name, value in asdict(self).items() if name != "pairs"}
         own = {"one_for_one": rows, "unmatched": [p.json for p in self.unmatched], "folded": [p.json for p in self.folded]}
-        return fields | {"passed": self.passed, "max_error": self.max_error} | (own if self.explicit else {})
+        reference = {"reference": self.reference and self.reference.json}
+        return fields | reference | {"passed": self.passed, "max_error": self.max_error} | (own if self.explicit else {})
 
 
 def verify(
@@ -192,7 +201,9 @@ def _verify(
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
     single[1:] = [one.once(state, later=True) for state in sharded.states]
-    judged = judged_runs(perturbed, [host, *sharded.states], plan.traced.program.output_paths, single, results, tell)
+    starts, paths = [host, *sharded.states], program.output_paths
+    noise = Noise(perturbed, starts, single, tell)
+    judged, _ = by_reference(one, starts, noise, paths, single, results, noise.judged(paths, single, results), tell)
     tell("bytes", 0.9)
     return Verified(
         backend=backend,
@@ -209,6 +220,7 @@ def _verify(
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),
         stand_ins=stand_in_names,
+        reference=judged.reference,
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend != "specs"),
     )

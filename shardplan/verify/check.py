@@ -54,7 +54,7 @@ def check(
     if judged.unequal:
         try:
             _require_memory(plan, held, unmerged_bytes(one.lines(host)[0]), first)
-            judged, wanted = by_reference(one, [host], noise, paths, single, found, judged)
+            judged, wanted = by_reference(one, noise, paths, found, judged)
         except UncheckedError as error:
             unknown = f"; whether the step compiled for one device is right was not checked: op by op, {error.reason}"
     judged = replace(judged, fewer=tuple(fewer))

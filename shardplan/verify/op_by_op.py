@@ -8,8 +8,7 @@ compiled step ran.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,14 +17,12 @@ import numpy as np
 from jax import lax
 
 from shardplan import _jax
-from shardplan.ir import itemsize
+from shardplan.ir import CONTROL, itemsize
 from shardplan.verify.on_host import Key, as_array, on_host
 
 MOST_OPS_OF_LOOPS = 100_000
 """Once so many ops of bodies have run, loops run as one program, and so does a scan that would run more. JAX dispatches an op in
 10 to 100 us, so this takes at most 10 s."""
-
-_REMAT = ("remat2", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,23 +52,24 @@ class Line:
         return {x for x in self.inputs if isinstance(x, int)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lines:
-    """A jaxpr with its calls laid open; an output is the number of a value, or a literal."""
+    """A jaxpr with its calls laid open; an output is the number of a value, or a literal. ``last_reads`` are for each line the
+    values that no later line and no output needs.
+    """
 
     inputs: tuple[int, ...]
     constants: Mapping[int, Any]
     lines: tuple[Line, ...]
     outputs: tuple[Any, ...]
+    last_reads: tuple[frozenset[int], ...] = field(init=False)
 
-    @cached_property
-    def last_reads(self) -> tuple[frozenset[int], ...]:
-        """For each line the values that no later line and no output needs."""
+    def __post_init__(self) -> None:
         needed, found = {x for x in self.outputs if isinstance(x, int)}, list[frozenset[int]]()
         for line in reversed(self.lines):
             found.append(frozenset((line.reads | set(line.outputs)) - needed))
             needed |= line.reads
-        return tuple(reversed(found))
+        object.__setattr__(self, "last_reads", tuple(reversed(found)))
 
     def for_outputs(self, numbers: Sequence[int]) -> Lines:
         """The part on which these of the outputs depend."""
@@ -153,7 +151,7 @@ def evaluated(lines: Lines, args: Sequence[Any], apply: Apply) -> list[Any]:
         values.update(zip(line.outputs, apply(line, [read(x) for x in line.inputs]), strict=True))
         for n in done:
             values.pop(n, None)
-    return [read(x) for x in lines.outputs]
+    return [read(x) if isinstance(x, int) else np.asarray(x.val, x.aval.dtype) for x in lines.outputs]
 
 
 def applied(line: Line, inputs: Sequence[Any]) -> list[Any]:
@@ -179,7 +177,7 @@ class OpByOp:
     def line(self, line: Line, inputs: Sequence[Any]) -> Sequence[Any]:
         """The results of a line."""
         params = _jax.params_of(line.eqn)
-        match line.primitive:
+        match CONTROL.get(line.primitive):
             case "scan":
                 return self._scan(line, params, inputs)
             case "while":
@@ -187,9 +185,9 @@ class OpByOp:
             case "cond":
                 number = int(np.clip(int(inputs[0]), 0, len(params["branches"]) - 1))
                 return self._body(params["branches"][number], inputs[1:])
-            case name if name in _REMAT:
+            case "remat":
                 return self._body(params["jaxpr"], inputs)
-            case _:
+            case None:
                 return _own_program(line, inputs)
 
     def _body(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:

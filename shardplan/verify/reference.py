@@ -25,20 +25,19 @@ Results = Sequence[Sequence[np.ndarray]]
 
 def by_reference(
     one: Single,
-    starts: Sequence[Sequence[Any]],
     noise: Noise,
     paths: Sequence[str],
-    single: Results,
     results: Results,
     judged: Judged,
     tell: Callable[[str, float], None] = lambda _what, _part: None,
 ) -> tuple[Judged, Results]:
-    """The judgement of a plan's ``results``, after a check of the ``single`` results by which they were ``judged``, and the
-    results by which they are judged then.
+    """The judgement of a plan's ``results``, after a check of the results of the step compiled for ``one`` device by which they
+    were ``judged``, and the results by which they are judged then.
 
     Both are the same where the reference is right. Else the results are judged by the step op by op, and ``reference`` of the
     judgement says what the compiled step gets wrong.
     """
+    starts, single = noise.starts, noise.single
     tell("the step op by op", 0.85)
     exact: list[list[np.ndarray]] = []
     loops: dict[str, None] = {}

@@ -236,7 +236,7 @@ class Noise:
         tell: Callable[[str, float], None] = lambda _what, _part: None,
     ) -> None:
         self.narrow = isinstance(perturbed, Perturbed)
-        self._perturbed, self._starts, self._single, self._tell = perturbed, starts, single, tell
+        self._perturbed, self.starts, self.single, self._tell = perturbed, starts, single, tell
         self._changes = [[Sensitivity()] * len(leaves) for leaves in single]
         self._drawn = 0
 
@@ -254,7 +254,7 @@ class Noise:
 
     def _draw(self) -> None:
         self._tell("perturbed steps", 0.6 + 0.3 * self._drawn / MOST_PERTURBATIONS)
-        for step, (start, single) in enumerate(zip(self._starts, self._single, strict=True)):
+        for step, (start, single) in enumerate(zip(self.starts, self.single, strict=True)):
             after = self._perturbed.once(nudged(start, self._drawn), self._drawn, later=step > 0)
             changes = zip(self._changes[step], single, after, strict=True)
             self._changes[step] = [c.with_run(a, b) for c, a, b in changes]

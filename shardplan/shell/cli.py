@@ -119,7 +119,7 @@ def _add_verify_command(commands: Any) -> None:
         "--reference",
         choices=("always", "unequal"),
         default="always",
-        help="when to check the step compiled for one device op by op: always (the default), or if the sharded step differs from it",
+        help="check the step compiled for one device op by op: always (default), or if the sharded step differs from it",
     )
 
 

@@ -52,7 +52,7 @@ class Line:
         return {x for x in self.inputs if isinstance(x, int)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)  # jax.jit refers weakly to what it compiles
 class Lines:
     """A jaxpr with its calls laid open; an output is the number of a value, or a literal. ``last_reads`` are for each line the
     values that no later line and no output needs.

@@ -91,12 +91,13 @@ class ReferenceFault:
         if self.primitive:
             return f"first at {self.primitive}, {self.source}"
         last = "; ".join(self.ops[-4:])
-        return f"which depends on {len(self.ops)} ops that are right once compiled without the step's other results: {last}"
+        ops = f"{self.path} depends on {len(self.ops)} ops, the last of which are {last}"
+        return f"at an op that is right when compiled again: {ops}"
 
     def __str__(self) -> str:
         sharded = {
             "right": "the sharded step is right",
-            "same": "the plan is not, but the sharded step is wrong in the same way",
+            "same": "the sharded step is wrong in the same way, which is the compiler's fault and not the plan's",
             "wrong": "the sharded step is wrong in another way",
         }
         return (

@@ -242,7 +242,9 @@ def control(x: jax.Array, key: jax.Array) -> Any:
     jax.debug.print("acts {}", x[0, 0])
     shifted = np.arange(16.0, dtype=np.float32) + x
     keys = jax.random.split(key, 3)
-    drawn = lax.scan(lambda c, k: (c + jax.random.normal(k, (4,)), jax.random.fold_in(k, 1)), jnp.zeros(4), keys, reverse=True)
+    drawn = lax.scan(
+        lambda c, k: (c * 0.5 + jax.random.normal(k, (4,)), jax.random.fold_in(k, 1)), jnp.zeros(4), keys, reverse=True
+    )
     rows = jax.vmap(lambda r: lax.while_loop(lambda c: c[1] < jnp.abs(r[0]) * 5, lambda c: (c[0] * 2 + r, c[1] + 1), (r, 0.0)))(x)
     empty = lax.scan(lambda c, r: (c + r, r), x[0], x[:0])
     branch = lax.switch(jnp.int32(7), [jnp.sin, jnp.cos], x)

@@ -238,7 +238,8 @@ class CheckError(ShardplanError):
     """A step that computes something else under its plan than on one device.
 
     ``path`` names the leaf of the result that is furthest off, ``index`` the place in it, ``single`` and ``sharded`` its values
-    there; ``unequal`` are all leaves that differ by more than their ``tolerance``.
+    there; ``unequal`` are all leaves that differ by more than their ``tolerance``. If the step compiled for one device is wrong
+    too, ``reference`` says what it gets wrong, and ``single`` is the value of the step op by op.
     """
 
     def __init__(
@@ -251,8 +252,10 @@ class CheckError(ShardplanError):
         sharded: Any = None,
         tolerance: float = 0.0,
         unequal: Sequence[str] = (),
+        reference: Any = None,
     ) -> None:
         super().__init__(message)
+        self.reference = reference
         self.path = path
         self.index = tuple(index)
         self.single = single

@@ -267,7 +267,8 @@ Operand = int | Constant
 Control = Literal["scan", "while", "cond", "remat"]
 """The kind of control flow of an op with bodies."""
 
-_CONTROL: Mapping[str, Control] = {"scan": "scan", "while": "while", "cond": "cond", "remat2": "remat", "checkpoint": "remat"}
+CONTROL: Mapping[str, Control] = {"scan": "scan", "while": "while", "cond": "cond", "remat2": "remat", "checkpoint": "remat"}
+"""The primitives of control flow."""
 _NONDETERMINISTIC = frozenset({"rng_uniform"})
 """Primitives whose result differs each time; random bits that are made from a key do not."""
 
@@ -305,7 +306,7 @@ class Op:
     @property
     def control(self) -> Control | None:
         """Its kind of control flow; None for an op without bodies, or of an unknown kind."""
-        return _CONTROL.get(self.primitive) if self.bodies else None
+        return CONTROL.get(self.primitive) if self.bodies else None
 
     @property
     def recomputed(self) -> bool:

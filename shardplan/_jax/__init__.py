@@ -3,7 +3,17 @@
 Nothing outside this package reads a name of JAX that is not public; `shardplan.versions` alone compares versions.
 """
 
-from shardplan._jax.binding import KERNEL_MODULES, REFERENCES, bind, bound, linalg, primitives, run_on_cpu, select_and_scatter
+from shardplan._jax.binding import (
+    KERNEL_MODULES,
+    REFERENCES,
+    bind,
+    bound,
+    linalg,
+    primitives,
+    run_on_cpu,
+    runs_by_itself,
+    select_and_scatter,
+)
 from shardplan._jax.custom_kernels import (
     KERNEL_GRID,
     OWN_PARAMS,
@@ -83,6 +93,7 @@ __all__ = [
     "resized_kernel",
     "row_major",
     "run_on_cpu",
+    "runs_by_itself",
     "select_and_scatter",
     "settings_of",
     "shape_struct",

@@ -106,6 +106,11 @@ def bound(equation: Any, operands: Sequence[Any], params: Mapping[str, Any] | No
     return list(made) if primitive.multiple_results else [made]
 
 
+def runs_by_itself(equation: Any) -> bool:
+    """Whether JAX runs the primitive of an equation outside of compiled functions."""
+    return "impl" in vars(equation.primitive)
+
+
 def linalg() -> Any:
     """The module with the factorisations that ``jax.lax.linalg`` does not export, for proof cases: geqrf, geqp3, ormqr."""
     return importlib.import_module("jax._src.lax.linalg")

@@ -335,9 +335,10 @@ def _one_for_one(found: Mapping[str, Any]) -> list[str]:
 
 def verified_text(found: Mapping[str, Any]) -> str:
     """A verification; ``found`` is its `Verified.json`."""
-    worst = found["worst"]
+    worst, reference = found["worst"], found["reference"]
     lines = [
-        f"{_verdict(found)} to the single-device step after each of {found['steps']} steps",
+        f"{_verdict(found)} to the {'step op by op' if reference else 'single-device step'} after each of {found['steps']} steps",
+        *([f"  {reference['text']}"] if reference else []),
         _largest_error(found["largest"]),
         f"  closest to its tolerance: {worst['path']} in step {worst['step']}: "
         f"{worst['error']:.3g} of {worst['tolerance']:.3g} allowed",

@@ -104,9 +104,23 @@ def _verify(options: argparse.Namespace) -> Report:
 
     made, step, args = target_plan(options, concrete=True, file=options.plan)
     devices = simulated_devices(made)
+    how = {"steps": options.steps, "backend": options.backend, "reference": options.reference}
     with Progress() as progress:
-        result = verify(made, step, args, steps=options.steps, backend=options.backend, devices=devices, observer=progress)
+        result = verify(made, step, args, **how, devices=devices, observer=progress)
     return Report(verified_text(result.json), result.json, result.passed)
+
+
+def _add_verify_command(commands: Any) -> None:
+    one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
+    add_target_options(one)
+    add_saved_plan(one)
+    one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
+    one.add_argument(
+        "--reference",
+        choices=("always", "unequal"),
+        default="always",
+        help="check the step compiled for one device op by op: always (default), or if the sharded step differs from it",
+    )
 
 
 def _explain(options: argparse.Namespace) -> Report:
@@ -175,11 +189,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     one.add_argument("--draw", metavar="FILE", help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)")
     one.add_argument("--html", metavar="FILE", help="save the whole plan as one HTML page, which needs no network")
 
-    one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")
-    add_target_options(one)
-    add_saved_plan(one)
-    one.add_argument("--steps", type=count, default=3, metavar="N", help="number of steps to compare (default: 3)")
-
+    _add_verify_command(commands)
     for add in (add_compare_command, add_score_command, add_simulate_command, add_sweep_command, add_place_command):
         add(commands)
 

@@ -224,6 +224,8 @@ class Parallel:
             judged = checked(ready.plan, ready.run, jit, leaves, tree, self._settings.devices)
             if judged.fewer:
                 _log.warning("%s: the step does not fit on one device; what was checked is %s", self._name, judged.ran)
+            if judged.reference:
+                _log.warning("%s: %s", self._name, judged.reference)
         except UncheckedError as error:
             _log.warning("%s: %s", self._name, error)
             if any(isinstance(x, Tracer) for x in leaves):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -22,6 +23,8 @@ from shardplan.plans.runner import Leaves, check_tree
 from shardplan.shell.shrunken import Shrinkable, checked
 from shardplan.verify.judge import Judged
 from shardplan.verify.stand_ins import stand_ins
+
+_log = logging.getLogger("shardplan")
 
 
 class PlannedStep(ABC):
@@ -111,6 +114,9 @@ class PlannedStep(ABC):
         samples and, where that is still too much, with the first layers of state that a scan runs over. ``fewer``
         and ``ran`` of the result say so.
 
+        If the results differ, the step also runs op by op on one device. If they equal that, the step compiled for one device is
+        wrong: ``reference`` of the result and a warning say where.
+
         What is equal is equal up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs take copies.
         ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
 
@@ -128,7 +134,10 @@ class PlannedStep(ABC):
             return plan.jit(plan.step, devices, backend, drop=drop)
 
         with stand_ins(self.traced.program, devices):
-            return checked(cast("Shrinkable", self), jit(self), jit, leaves, tree, devices)
+            judged = checked(cast("Shrinkable", self), jit(self), jit, leaves, tree, devices)
+        if judged.reference:
+            _log.warning("%s", judged.reference)
+        return judged
 
     def check_step(self, step: Callable[..., Any]) -> None:
         """Refuses a step that is not the one that was planned."""

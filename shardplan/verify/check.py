@@ -19,7 +19,9 @@ from shardplan.errors import CheckError, UncheckedError, size_text
 from shardplan.verify.fewer import Fewer, first_of
 from shardplan.verify.judge import Judged, furthest, ran
 from shardplan.verify.on_host import on_host
-from shardplan.verify.runs import Runnable, Sharded, alone, judged_runs, loop_of
+from shardplan.verify.op_by_op import unmerged_bytes
+from shardplan.verify.reference import by_reference
+from shardplan.verify.runs import Noise, Runnable, Sharded, alone, loop_of
 
 
 def check(
@@ -47,10 +49,18 @@ def check(
     host = [on_host(first_of(x, shape.shape)) for x, shape in zip(leaves, plan.traced.in_shapes, strict=True)]
     single, found = one.run(host), Sharded(plan, jitted, devices, loop).run(host)
     paths = plan.traced.program.output_paths
-    judged = replace(judged_runs(perturbed, [host], paths, single, found, lambda _what, _part: None), fewer=tuple(fewer))
+    noise, wanted, unknown = Noise(perturbed, [host], single), single, ""
+    judged = noise.judged(paths, single, found)
+    if judged.unequal:
+        try:
+            _require_memory(plan, held, unmerged_bytes(one.lines(host)[0]), first)
+            judged, wanted = by_reference(one, noise, paths, found, judged)
+        except UncheckedError as error:
+            unknown = f"; whether the step compiled for one device is right was not checked: op by op, {error.reason}"
+    judged = replace(judged, fewer=tuple(fewer))
     if judged.unequal:
         at = paths.index(judged.worst.path)
-        raise _difference(judged, single[0][at], found[0][at])
+        raise _difference(judged, wanted[0][at], found[0][at], unknown)
     if judged.numbers and not judged.compared:
         raise CheckError(
             f"the check proves nothing: on one device no number of the step's result is finite{_within(fewer)}", unequal=()
@@ -96,17 +106,19 @@ def _nbytes(x: Any) -> int:
     return int(np.prod(x.shape, dtype=np.int64)) * int(x.dtype.itemsize)
 
 
-def _difference(judged: Judged, single: Any, sharded: Any) -> CheckError:
-    """The error that names the worst leaf, with the values where it is furthest off."""
+def _difference(judged: Judged, single: Any, sharded: Any, unknown: str) -> CheckError:
+    """The error that names the worst leaf, with the values where it is furthest off; ``unknown`` is what was not checked."""
     worst = judged.worst
     place = furthest(single, sharded, worst.error)
     here, there = single[place].item(), sharded[place].item()
     where = f"{worst.path}[{', '.join(map(str, place))}]" if place else worst.path
     others = [path for path in judged.unequal if path != worst.path]
     more = f"; {len(others)} more differ: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
+    how = "op by op on one device" if judged.reference else "on one device"
+    too = f"; {judged.reference}" if judged.reference else unknown
     return CheckError(
-        f"the step under its plan differs from the step on one device{_within(judged.fewer)}: {where} is {here!r} on one "
-        f"device and {there!r} under the plan (at most {worst.tolerance:.3g} apart is rounding){more}; do not train with this "
+        f"the step under its plan differs from the step {how}{_within(judged.fewer)}: {where} is {here!r} {how} "
+        f"and {there!r} under the plan (at most {worst.tolerance:.3g} apart is rounding){more}{too}; do not train with this "
         "plan: another backend (backend='specs') or other pins may avoid the fault, and `shardplan verify` says more",
         path=worst.path,
         index=place,
@@ -114,4 +126,5 @@ def _difference(judged: Judged, single: Any, sharded: Any) -> CheckError:
         sharded=there,
         tolerance=worst.tolerance,
         unequal=judged.unequal,
+        reference=judged.reference,
     )

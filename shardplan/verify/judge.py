@@ -8,8 +8,8 @@ perturbation makes them come or go. Integers, booleans and random keys are equal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,9 +64,58 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceFault:
+    """What the step compiled for one device gets wrong, compared with the same step evaluated op by op.
+
+    ``path`` is the leaf that is furthest beyond its ``tolerance``, ``unequal`` are all that are beyond it. ``primitive`` and
+    ``source`` are the first op whose compiled value differs and the user's line; if both are empty, none was found, because the
+    compiler merges other ops in a smaller program, and ``ops`` lists those on which the leaf depends. ``sharded`` says whether
+    the sharded step is right, has the same fault, or differs from both. Loops that are too long to run op by op ran as one
+    program: ``whole`` lists them.
+    """
+
+    path: str
+    step: int
+    error: float
+    tolerance: float
+    unequal: tuple[str, ...]
+    primitive: str
+    source: str
+    sharded: Literal["right", "same", "wrong"]
+    ops: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The op at fault as text, or the ops that may be."""
+        if self.primitive:
+            return f"first at {self.primitive}, {self.source}"
+        last = "; ".join(self.ops[-4:])
+        ops = f"{self.path} depends on {len(self.ops)} ops, the last of which are {last}"
+        return f"at an op that is right when compiled again: {ops}"
+
+    def __str__(self) -> str:
+        sharded = {
+            "right": "the sharded step is right",
+            "same": "the sharded step is wrong in the same way, which is the compiler's fault and not the plan's",
+            "wrong": "the sharded step is wrong in another way",
+        }
+        return (
+            f"the reference is at fault: the step compiled for one device differs from the step op by op in {self.path}, by "
+            f"{self.error:.3g} ({self.tolerance:.3g} is rounding), {self.where}; {sharded[self.sharded]}"
+        )
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The fields as JSON values, with the whole as ``text``."""
+        return asdict(self) | {"text": str(self)}
+
+
+@dataclass(frozen=True, slots=True)
 class Judged:
     """The paths of unequal leaves, how many of the ``numbers`` could be ``compared``, and the leaves to report. Where a
-    shrunken copy of the step ran, ``fewer`` says what it had less of.
+    shrunken copy of the step ran, ``fewer`` says what it had less of. If the step compiled for one device is wrong,
+    ``reference`` says so, and the leaves were compared with the step op by op.
     """
 
     unequal: tuple[str, ...]
@@ -75,6 +124,7 @@ class Judged:
     largest: Largest
     worst: Worst
     fewer: tuple[Fewer, ...] = ()
+    reference: ReferenceFault | None = None
 
     @property
     def ran(self) -> str:

@@ -6,6 +6,7 @@ Arguments are on the host between runs, so that donation deletes nothing that a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +19,11 @@ from shardplan.frontend.nnx_state import Pure
 from shardplan.frontend.trace import Traced
 from shardplan.verify.judge import Judged, Sensitivity, judge
 from shardplan.verify.on_host import as_array, as_numbers, nudged, on_host
+from shardplan.verify.op_by_op import Lines, laid_open
 from shardplan.verify.perturb import narrowed, narrows
 
 PERTURBATIONS = 5
-"""So many perturbations are drawn first, and as many again while a leaf is unequal (`judged_runs`)."""
+"""So many perturbations are drawn first, and as many again while a leaf is unequal (`Noise`)."""
 MOST_PERTURBATIONS = 30
 """The most that are drawn. The largest change of five underestimates what a unit in the last place causes where it is chaotic: an
 update by Adam of a gradient near zero, whose sign decides. In bfloat16 on eight devices, a bias of the tests' GPT needed fifteen:
@@ -95,12 +97,12 @@ class Single:
     """The step as it is, compiled for one device; ``recompiles`` counts compilations after the latest run's first step."""
 
     def __init__(self, run: Callable[..., Any], device: Any, loop: StateFeedback) -> None:
-        self._run, self._device, self._loop = run, device, loop
+        self._run, self.device, self._loop = run, device, loop
         self.recompiles = 0
 
     def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
         """The results after each step of the loop, on one device."""
-        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+        flat = [self._loop.put(i, x, self.device) for i, x in enumerate(host)]
         after: list[list[np.ndarray]] = []
         self.recompiles = 0
         for n in range(self._loop.steps):
@@ -115,17 +117,31 @@ class Single:
 
     def once(self, host: Sequence[Any], seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
         """The results of one step, on one device; ``later``: of one that is not the first."""
-        flat = [self._loop.put(i, x, self._device, later=later) for i, x in enumerate(host)]
+        flat = [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
         return [as_numbers(x) for x in jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))]
 
     def lowered(self, host: Sequence[Any]) -> Any:
         """The step lowered for its arguments."""
-        flat = [self._loop.put(i, x, self._device) for i, x in enumerate(host)]
+        flat = [self._loop.put(i, x, self.device) for i, x in enumerate(host)]
         return self._run.lower(*jax.tree.unflatten(self._loop.tree, flat))
+
+    def lines(self, host: Sequence[Any], *, later: bool = False) -> tuple[Lines, list[Any]]:
+        """The step's ops, and its arguments on the device."""
+        flat = [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
+        closed = self._run.trace(*jax.tree.unflatten(self._loop.tree, flat)).jaxpr
+        return laid_open(closed.jaxpr, closed.consts), flat
+
+    def put(self, x: Any) -> Any:
+        """A value from the host on the device, strongly typed."""
+        return jax.device_put(as_array(x), self.device)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """While this lasts, ops without operands run on the device too."""
+        return jax.default_device(self.device) if isinstance(self.device, jax.Device) else nullcontext()
 
     def peak_bytes(self, shapes: Sequence[Any]) -> int:
         """The most bytes that the step holds on a device, as compiled for arguments of these types."""
-        on = self._device if isinstance(self._device, jax.sharding.Sharding) else SingleDeviceSharding(self._device)
+        on = self.device if isinstance(self.device, jax.sharding.Sharding) else SingleDeviceSharding(self.device)
         flat = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=on) for x in shapes]
         return peak_bytes(self._run.lower(*jax.tree.unflatten(self._loop.tree, flat)).compile())
 
@@ -207,27 +223,42 @@ def alone(plan: Runnable, step: Callable[..., Any], devices: Sequence[Any] | Non
     return one, Perturbed(pure, first, loop) if narrows(program) else one
 
 
-def judged_runs(
-    perturbed: Single,
-    starts: Sequence[Sequence[Any]],
-    paths: Sequence[str],
-    single: Sequence[Sequence[np.ndarray]],
-    results: Sequence[Sequence[np.ndarray]],
-    tell: Callable[[str, float], None],
-) -> Judged:
-    """Judges the leaves after each step by the changes that perturbations of its ``starts`` cause. Before a leaf is said to be
-    unequal, more are drawn.
+class Noise:
+    """The changes that perturbations of ``starts`` cause in the ``single`` results after each step. They are drawn as they are
+    needed: more before a leaf is said to be unequal.
     """
-    changes = [[Sensitivity()] * len(leaf) for leaf in single]
-    for n in range(MOST_PERTURBATIONS):
-        tell("perturbed steps", 0.6 + 0.3 * n / MOST_PERTURBATIONS)
-        after = [perturbed.once(nudged(start, n), n, later=step > 0) for step, start in enumerate(starts)]
-        changes = [[c.with_run(a, b) for c, a, b in zip(*row, strict=True)] for row in zip(changes, single, after, strict=True)]
-        if (n + 1) % PERTURBATIONS == 0:
-            judged = judge(paths, single, results, changes)
-            if not judged.unequal:
-                break
-    return judged
+
+    def __init__(
+        self,
+        perturbed: Single,
+        starts: Sequence[Sequence[Any]],
+        single: Sequence[Sequence[np.ndarray]],
+        tell: Callable[[str, float], None] = lambda _what, _part: None,
+    ) -> None:
+        self.narrow = isinstance(perturbed, Perturbed)
+        self._perturbed, self.starts, self.single, self._tell = perturbed, starts, single, tell
+        self._changes = [[Sensitivity()] * len(leaves) for leaves in single]
+        self._drawn = 0
+
+    def judged(
+        self, paths: Sequence[str], wanted: Sequence[Sequence[np.ndarray]], results: Sequence[Sequence[np.ndarray]]
+    ) -> Judged:
+        """Judges the results after each step by these changes."""
+        while True:
+            if self._drawn:
+                judged = judge(paths, wanted, results, self._changes)
+                if not judged.unequal or self._drawn >= MOST_PERTURBATIONS:
+                    return judged
+            for _ in range(PERTURBATIONS):
+                self._draw()
+
+    def _draw(self) -> None:
+        self._tell("perturbed steps", 0.6 + 0.3 * self._drawn / MOST_PERTURBATIONS)
+        for step, (start, single) in enumerate(zip(self.starts, self.single, strict=True)):
+            after = self._perturbed.once(nudged(start, self._drawn), self._drawn, later=step > 0)
+            changes = zip(self._changes[step], single, after, strict=True)
+            self._changes[step] = [c.with_run(a, b) for c, a, b in changes]
+        self._drawn += 1
 
 
 def peak_bytes(compiled: Any) -> int:

@@ -22,10 +22,11 @@ from shardplan.hlo.meter import Measured, joined, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
-from shardplan.verify.judge import Largest, Worst
+from shardplan.verify.judge import Largest, ReferenceFault, Worst
 from shardplan.verify.on_host import drawn, drawn_as_zero, on_host
 from shardplan.verify.one_for_one import UNTOUCHED, MatchedCollective, folded, one_for_one
-from shardplan.verify.runs import Runnable, Sharded, alone, judged_runs, loop_of, peak_bytes
+from shardplan.verify.reference import by_reference
+from shardplan.verify.runs import Noise, Runnable, Sharded, alone, loop_of, peak_bytes
 from shardplan.verify.stand_ins import stand_ins
 
 
@@ -78,9 +79,10 @@ class Verified:
     they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
     another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
     zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run: their
-    formulas were computed, or Pallas's interpreter ran them. Bytes are per device and step, of a plan with groups of devices the
-    sums of one device of each group; ``measured_bytes`` undoes what only
-    the CPU compiler does (see `shardplan.hlo.meter.measure`).
+    formulas were computed, or Pallas's interpreter ran them. If the step compiled for one device is wrong, ``reference`` says
+    where, and ``equal`` and the errors are those beside the step op by op: a right plan is then ``equal``, but not ``passed``.
+    Bytes are per device and step, of a plan with groups of devices the sums of one device of each group; ``measured_bytes``
+    undoes what only the CPU compiler does (see `shardplan.hlo.meter.measure`).
     """
 
     backend: str
@@ -97,6 +99,7 @@ class Verified:
     moved: tuple[str, ...]
     zeros: tuple[str, ...]
     stand_ins: tuple[str, ...]
+    reference: ReferenceFault | None
     predicted_bytes: float
     measured_bytes: float
     raw_measured_bytes: float
@@ -127,8 +130,14 @@ class Verified:
 
     @property
     def passed(self) -> bool:
-        """Equal, compiled no more often than the single-device step, no state moved between steps, and one for one."""
-        return self.equal and self.recompiles <= self.single_recompiles and not self.moved and not self.unmatched
+        """Equal to a right reference, compiled no more often than it, no state moved between steps, and one for one."""
+        return (
+            self.equal
+            and self.reference is None
+            and self.recompiles <= self.single_recompiles
+            and not self.moved
+            and not self.unmatched
+        )
 
     @property
     def json(self) -> dict[str, Any]:
@@ -136,7 +145,8 @@ class Verified:
         rows = [pair.json for pair in self.pairs]
         fields = {name: value for name, value in asdict(self).items() if name != "pairs"}
         own = {"one_for_one": rows, "unmatched": [p.json for p in self.unmatched], "folded": [p.json for p in self.folded]}
-        return fields | {"passed": self.passed, "max_error": self.max_error} | (own if self.explicit else {})
+        reference = {"reference": self.reference and self.reference.json}
+        return fields | reference | {"passed": self.passed, "max_error": self.max_error} | (own if self.explicit else {})
 
 
 def verify(
@@ -148,22 +158,27 @@ def verify(
     backend: str = "auto",
     devices: Sequence[Any] | None = None,
     drop: int | None = None,
+    reference: Literal["always", "unequal"] = "always",
     observer: Callable[[str, float], None] | None = None,
 ) -> Verified:
     """Runs ``step`` on one device and under ``plan``, and compares the results; ``args`` may be shapes (see `drawn`).
 
     A step that names axes of a mesh cannot run on one device: it runs by `jax.jit` on all of them, with its arguments whole.
     ``drop`` leaves out the exchange of that number (see `shardplan.verify.mutate`); the results should then differ.
+    ``reference`` says when the step also runs op by op, to check the step compiled for one device: ``"always"``, or only where
+    the sharded step is ``"unequal"`` to it, which is faster but misses a fault that both have.
 
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
         CompilerDiedError: if XLA's compiler crashes where that is known or possible (`shardplan.verify.child`).
-        ShardplanError: for a step count under one.
+        ShardplanError: for a step count under one, and another word for ``reference``.
     """
+    if reference not in ("always", "unequal"):
+        raise ShardplanError(f"unsupported reference={reference!r}: use 'always' or 'unequal'")
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
     with stand_ins(plan.traced.program, devices) as names:
-        return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, observer, names)
+        return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, reference, observer, names)
 
 
 def _verify(
@@ -174,6 +189,7 @@ def _verify(
     backend: str,
     devices: Sequence[Any] | None,
     drop: int | None,
+    reference: str,
     observer: Callable[[str, float], None] | None,
     stand_in_names: tuple[str, ...],
 ) -> Verified:
@@ -192,7 +208,10 @@ def _verify(
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
     single[1:] = [one.once(state, later=True) for state in sharded.states]
-    judged = judged_runs(perturbed, [host, *sharded.states], plan.traced.program.output_paths, single, results, tell)
+    noise, paths = Noise(perturbed, [host, *sharded.states], single, tell), program.output_paths
+    judged = noise.judged(paths, single, results)
+    if reference == "always" or judged.unequal:
+        judged, _ = by_reference(one, noise, paths, results, judged, tell)
     tell("bytes", 0.9)
     return Verified(
         backend=backend,
@@ -209,6 +228,7 @@ def _verify(
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),
         stand_ins=stand_in_names,
+        reference=judged.reference,
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend != "specs"),
     )

@@ -18,7 +18,7 @@ from shardplan.report.plan_text import verified_text
 from shardplan.verify.judge import Sensitivity, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
 from shardplan.verify.on_host import drawn
-from shardplan.verify.runs import Single, StateFeedback, judged_runs
+from shardplan.verify.runs import Noise, Single, StateFeedback
 from shardplan.verify.verify import verify
 from tests.machines import machine
 
@@ -175,7 +175,7 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
             return [np.array([100.0 + (0.1 if seed < 10 else 0.4)])]
 
     single, found = [[np.array([100.0])]], [[np.array([100.0 + error])]]
-    judged = judged_runs(Steps(), [[]], ["a"], single, found, lambda _what, _part: None)
+    judged = Noise(Steps(), [[]], single).judged(["a"], single, found)
     assert (judged.unequal == (), len(seen)) == (equal, drawn_in_all)
 
 

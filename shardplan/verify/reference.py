@@ -1,0 +1,138 @@
+"""The reference of a proof, checked: the step compiled for one device beside the same step evaluated op by op.
+
+A compiler may be wrong about ops that it merges, also on one device. Where both differ by more than rounding, the compiled step
+is at fault, and the sharded step is judged by the evaluation op by op. The op at fault is found by bisection: programs of the
+first ops of the step, each with the results that later ops read, are compiled and judged like the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan.verify.judge import Judged, ReferenceFault
+from shardplan.verify.on_host import as_numbers, on_host
+from shardplan.verify.op_by_op import Line, Lines, OpByOp
+from shardplan.verify.runs import Noise, Perturbed, Single, StateFeedback
+
+Results = Sequence[Sequence[np.ndarray]]
+"""The leaves of a step's results after each step."""
+
+
+def by_reference(
+    one: Single,
+    noise: Noise,
+    paths: Sequence[str],
+    results: Results,
+    judged: Judged,
+    tell: Callable[[str, float], None] = lambda _what, _part: None,
+) -> tuple[Judged, Results]:
+    """The judgement of a plan's ``results``, after a check of the results of the step compiled for ``one`` device by which they
+    were ``judged``, and the results by which they are judged then.
+
+    Both are the same where the reference is right. Else the results are judged by the step op by op, and ``reference`` of the
+    judgement says what the compiled step gets wrong.
+    """
+    starts, single = noise.starts, noise.single
+    tell("the step op by op", 0.85)
+    exact: list[list[np.ndarray]] = []
+    loops: dict[str, None] = {}
+    for n, start in enumerate(starts):
+        lines, args = one.lines(start, later=n > 0)
+        run = OpByOp()
+        with one.alone():
+            exact.append([as_numbers(x) for x in run(lines, args)])
+        loops |= dict.fromkeys(map(_text, run.whole))
+    against = noise.judged(paths, exact, single)
+    if not against.unequal:
+        return judged, single
+    tell("the op at fault", 0.88)
+    worst = against.worst
+    lines, _ = one.lines(starts[worst.step - 1], later=worst.step > 1)
+    line = Bisection(one, noise.narrow).departure(lines, starts[worst.step - 1])
+    actual = noise.judged(paths, exact, results)
+    fault = ReferenceFault(
+        path=worst.path,
+        step=worst.step,
+        error=worst.error,
+        tolerance=worst.tolerance,
+        unequal=against.unequal,
+        primitive=line.primitive if line else "",
+        source=line.source if line else "",
+        sharded="wrong" if actual.unequal and judged.unequal else "same" if actual.unequal else "right",
+        ops=() if line else tuple(dict.fromkeys(map(_text, lines.for_outputs([paths.index(worst.path)]).lines))),
+        whole=tuple(loops),
+    )
+    return replace(actual, reference=fault), exact
+
+
+def _text(line: Line) -> str:
+    return f"{line.primitive} at {line.source}"
+
+
+class Bisection:
+    """Searches for the first op of a program whose compiled value differs from its value op by op.
+
+    A program of fewer ops is compiled anew, and the compiler may merge other ops in it. So nothing may be found.
+    """
+
+    def __init__(self, one: Single, narrow: bool) -> None:
+        self._one, self._narrow = one, narrow
+        self._compiled: dict[int, tuple[Lines, Single, Single]] = {}
+
+    def departure(self, lines: Lines, host: Sequence[Any]) -> Line | None:
+        """The line whose value departs first; None if the program, compiled without its effects, is right."""
+        judged = self.judged(lines, host)
+        if not judged.unequal:
+            return None
+        part = lines.for_outputs([int(judged.worst.path)])
+        part = part if self.judged(part, host).unequal else lines
+        right, wrong = 0, part
+        while len(wrong.lines) - right > 1:
+            middle = (right + len(wrong.lines)) // 2
+            fewer = part.first(middle)
+            if self.judged(fewer, host).unequal:
+                wrong = fewer
+            else:
+                right = middle
+        departed = {wrong.outputs[int(number)] for number in self.judged(wrong, host).unequal}
+        line = next(line for line in wrong.lines if departed.intersection(line.outputs))
+        return self.inside(part, line, host) or line
+
+    def judged(self, lines: Lines, host: Sequence[Any], exact: Sequence[Any] | None = None) -> Judged:
+        """The outputs of lines as compiled, judged by those ``exact`` ones that they have op by op."""
+        if id(lines) not in self._compiled:
+            loop = StateFeedback(jax.tree.structure((0,) * len(host)), (), [False] * len(host), [False] * len(host), 1)
+            compiled = Single(jax.jit(lines), self._one.device, loop)
+            perturbed = Perturbed(lines, self._one.device, loop) if self._narrow else compiled
+            self._compiled[id(lines)] = lines, compiled, perturbed
+        _, compiled, perturbed = self._compiled[id(lines)]
+        single = [compiled.once(host)]
+        if exact is None:
+            exact = self.op_by_op(lines, host)
+        names = [str(n) for n in range(len(lines.outputs))]
+        return Noise(perturbed, [host], single).judged(names, [[as_numbers(x) for x in exact]], single)
+
+    def op_by_op(self, lines: Lines, host: Sequence[Any]) -> list[Any]:
+        """The outputs of lines op by op."""
+        with self._one.alone():
+            return OpByOp()(lines, [self._one.put(x) for x in host])
+
+    def inside(self, lines: Lines, line: Line, host: Sequence[Any]) -> Line | None:
+        """The line in a body of a line that departs, if the body alone, compiled for the operands that it has here, is wrong."""
+        before = replace(lines, lines=lines.lines[: lines.lines.index(line)], outputs=line.inputs)
+        found: list[Line] = []
+
+        def watch(body: Lines, args: Sequence[Any], results: Sequence[Any]) -> None:
+            if not found:
+                own = [on_host(x) for x in args]
+                found.extend(filter(None, [self.departure(body, own)] if self.judged(body, own, results).unequal else []))
+
+        inputs = self.op_by_op(before, host)
+        with self._one.alone():
+            OpByOp(watch).line(line, inputs)
+        return found[0] if found else None

@@ -104,8 +104,8 @@ def plan(
         cluster: A `Cluster`, a preset with its node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s), or a
             `jax.sharding.Mesh`, whose axes and devices are kept. In a mesh, GPUs that a preset knows get its figures; other
             devices get those of H100s.
-        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default what JAX's allocator gives of the
-            device's memory (`shardplan.shell.memory_default`).
+        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default, or with "auto", what JAX's allocator
+            gives of the device's memory (`shardplan.shell.memory_default`).
         objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +31,17 @@ class Parser(argparse.ArgumentParser):
         self.replaces: Mapping[str, frozenset[str]] = {}
         self.needs: Mapping[str, int] = {}
         super().__init__(*args, **options)
+
+    @property
+    def shown_options(self) -> dict[str, argparse.Action]:
+        """`long_options` without those that the command refuses."""
+        return {name: action for name, action in self.long_options.items() if name not in self.refused}
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Hides options that this command does not take from its help. In a file of options, those at the top may stay."""
+        self.refused = frozenset(names)
+        for name in self.refused:
+            self.long_options[name].help = argparse.SUPPRESS
 
     def add_subparsers(self, **options: Any) -> Any:
         """Adds commands of its own, and notes them."""
@@ -92,7 +103,9 @@ def add_target_options(one: Parser) -> None:
     )
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
     one.add_argument(
-        "--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: what JAX\'s allocator gives)'
+        "--memory",
+        metavar="auto|SIZE",
+        help='memory limit per device, such as "70GiB" (default: auto, what JAX\'s allocator gives)',
     )
     one.add_argument("--objective", default="time", choices=["time", "bytes"], help="what the plan has least of (default: time)")
     one.add_argument(

@@ -172,7 +172,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     one = add_command(commands, "plan", _plan, "plan the sharding of a step on a cluster")
     add_target_options(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
-    one.add_argument("--draw", metavar="FILE", help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)")
+    one.add_argument(
+        "--draw", "--png", dest="draw", metavar="FILE",
+        help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)",
+    )  # fmt: skip
     one.add_argument("--html", metavar="FILE", help="save the whole plan as one HTML page, which needs no network")
 
     one = add_command(commands, "verify", _verify, "run a plan on simulated devices, compare it with one device, and measure it")

@@ -49,7 +49,7 @@ _DEV = (
 )
 
 EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "draw": (("matplotlib",), "pictures: --draw, --png"),
+    "draw": (("matplotlib",), "pictures: --draw"),
     "fast": (("numba",), "the simulator, compiled"),
     "gpu-aot": (("jax-cuda13-pjrt", "jax-cuda13-plugin"), "compiling for GPUs that are not there"),
     "export": (("flatbuffers",), "the planned step as StableHLO: export -o step.stablehlo"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
+from shardplan.shell import terminal
 
 CONFIG = "--config"
 
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""
-        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        terminal.say(f"{self.prog}: {message} (see {self.prog} --help)", "bad")
         raise SystemExit(2)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardplan.errors import ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import Parser, add_command, add_target_options, check_outputs, count
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
@@ -48,16 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # a factory may print, but only the report belongs on stdout
         with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
-        print(json.dumps(report.json) if options.json else report.text)
+        if options.json:
+            print(json.dumps(report.json))
+        else:
+            terminal.show(report)
         sys.stdout.flush()
     except ShardplanError as error:
         text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
-        print(f"shardplan: {text}{given.remark(text)}", file=sys.stderr)
+        terminal.say(f"shardplan: {text}{given.remark(text)}", "bad")
         if os.environ.get("SHARDPLAN_TRACEBACK"):
             traceback.print_exception(error)
         return 2
     except KeyboardInterrupt as error:
-        print(f"shardplan: interrupted {str(error) or 'before it finished'}", file=sys.stderr)
+        terminal.say(f"shardplan: interrupted {str(error) or 'before it finished'}", "warning")
         return 130
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

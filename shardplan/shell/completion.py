@@ -58,7 +58,7 @@ def add_completion_command(commands: Any) -> None:
 
 def _completion(parsers: Mapping[str, Parser], options: argparse.Namespace) -> Report:
     script = script_of(options.shell, parsers)
-    return Report(script, {"shell": options.shell, "script": script})
+    return Report(script, {"shell": options.shell, "script": script}, for_people=False)
 
 
 def script_of(shell: str, parsers: Mapping[str, Parser]) -> str:

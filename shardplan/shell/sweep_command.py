@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import add_command, add_target_options, check_outputs
 from shardplan.shell.target_plan import planning_options
 
@@ -65,7 +64,7 @@ def _sweep(options: argparse.Namespace) -> Report:
             **planning_options(options),
         )
     if len(swept.points) < swept.total:
-        sys.stderr.write(f"shardplan: interrupted: {len(swept.points)} of {swept.total} points are done\n")
+        terminal.say(f"shardplan: interrupted: {len(swept.points)} of {swept.total} points are done", "warning")
     text = sweep_text(swept)
     if options.output is not None:
         swept.save(options.output)

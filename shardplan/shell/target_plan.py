@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import Parser
 
 
@@ -31,7 +30,7 @@ def target_plan(
                 f"before {options.command} began: to save the best plan so far, use shardplan plan -o FILE, "
                 "with or without --time-budget"
             )
-        sys.stderr.write("shardplan: interrupted: this is the best plan so far\n")
+        terminal.say("shardplan: interrupted: this is the best plan so far", "warning")
     return made, step, args
 
 

@@ -33,7 +33,7 @@ from shardplan.shell.place_command import add_place_command
 from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
-from shardplan.shell.target_plan import add_saved_plan, simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, completed, simulated_devices, target_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def _plan(options: argparse.Namespace) -> Report:
         figures = made.figures(options.target)
         text, shown = placed_text(figures), placed_json(figures)
     else:
-        data = made.completed()
+        data = completed(made)
         text, shown = plan_text(data, title=options.target), plan_json(data)
     if options.output:
         made.save(options.output)

@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, add_target_options, count
-from shardplan.shell.target_plan import add_saved_plan, cluster_of, simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, cluster_of, completed, simulated_devices, target_plan
 
 _WHERE = ("auto", "real", "simulated")
 _REPEATS = 5
@@ -55,7 +55,7 @@ def _compare(options: argparse.Namespace) -> Report:
         if options.repeats is not None:
             raise ShardplanError(f"--repeats {options.repeats} is for --measure: add it, or leave --repeats out")
         made, _, _ = target_plan(options, file=options.plan)
-        rows = comparison_rows(made.completed())
+        rows = comparison_rows(completed(made))
         return Report(comparison_text(rows), {"plans": rows})
     place = _place(options)
     timed = place.devices is not None
@@ -63,7 +63,7 @@ def _compare(options: argparse.Namespace) -> Report:
         made, step, args = target_plan(options, concrete=timed, simulated=True, file=options.plan)
     sent = _measured(made, step, options.backend)
     seconds = _timed(made, step, args, place.devices, options) if place.devices is not None else None
-    rows = comparison_rows(made.completed(), sent, seconds)
+    rows = comparison_rows(completed(made), sent, seconds)
     text = [comparison_text(rows), "", place.note, *measured_order(rows)]
     return Report("\n".join(text), {"plans": rows, "timed_on": place.note if timed else None})
 

@@ -34,6 +34,7 @@ def add_simulate_command(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> Report:
+    from shardplan.report import Progress
     from shardplan.report.draw import picture_format
     from shardplan.report.placed_timeline import PlacedTimeline, placed_timeline_json, placed_timeline_text
     from shardplan.report.timeline_text import timeline_text
@@ -52,7 +53,9 @@ def _simulate(options: argparse.Namespace) -> Report:
     if may_be_on_groups(options) and (options.no_overlap or options.contention is not None):
         raise ShardplanError(ONE_PROGRAM)
     made, _, _ = target_plan(options, file=options.plan)
-    shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
+    with Progress() as progress:
+        progress("simulating")
+        shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
     if isinstance(shown, PlacedTimeline):
         text, figures = placed_timeline_text(shown, title=options.target), placed_timeline_json(shown)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from shardplan.mesh import Cluster
 from shardplan.report.sweep import Point, Sweep, setting_text
 from shardplan.report.tables import seconds
 from shardplan.search.baselines.samples import Samples, samples_of
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, Part, best_of
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
@@ -229,7 +230,7 @@ def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], obser
     try:
         for n, row in enumerate(rows):
             if row.step != traced_for:
-                observer("tracing", n / len(rows))
+                _part(observer, n, len(rows))("tracing", 0.0)
                 traced_for, made = row.step, _step(factory, name, row)
             if not isinstance(made, _Step):
                 done[row.place] = Point(row.settings, row.cluster.size, error=made)
@@ -265,8 +266,9 @@ def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
 
 
 def _part(observer: Observer, place: int, total: int) -> Observer:
-    """An observer of one of ``total`` points."""
-    return lambda what, part: observer(f"point {place + 1} of {total}: {what}", (place + part) / total)
+    """An observer of one of ``total`` points, which has no plan yet."""
+    best_of(observer)(math.inf, 0.0)
+    return Part(observer, place / total, (place + 1) / total, f"point {place + 1} of {total}")
 
 
 def _point(made: _Step, row: _Row, observer: Observer) -> Point:

@@ -21,3 +21,12 @@ def users_code(told: Callable[[BaseException], ShardplanError]) -> Iterator[None
         raise
     except (Exception, SystemExit) as error:
         raise told(error) from error
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says; a user's exception whose text cannot be made says so."""
+    try:
+        with users_code(lambda other: ShardplanError(f"(its text raises {type(other).__name__})")):
+            return str(error)
+    except ShardplanError as told:
+        return str(told)

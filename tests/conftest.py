@@ -25,6 +25,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 for _name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
     os.environ.pop(_name, None)
 
+# What tests print has no colours.
+os.environ.pop("FORCE_COLOR", None)
+
 # A shell's background jobs ignore Ctrl-C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

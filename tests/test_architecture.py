@@ -54,6 +54,7 @@ JAX_FILES = (
     "plans.canonical",
     "plans.fingerprint",
     "plans.fitted",
+    "plans.local_parts",
     "plans.runner",
     "plans.jit_stages",
     "plans.placed_runner",

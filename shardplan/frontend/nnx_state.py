@@ -121,6 +121,10 @@ class Pure:
         functools.update_wrapper(self, step, updated=())
         self._step, self._donated = step, frozenset(donated)
 
+    def __repr__(self) -> str:
+        """The step's name, as JAX's errors give it."""
+        return getattr(self._step, "__qualname__", type(self._step).__name__)
+
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
         leaves = jax.tree.leaves(args)

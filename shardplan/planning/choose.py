@@ -10,7 +10,7 @@ from shardplan.collectives.step import BUNDLED, StepKind
 from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import step_s
 from shardplan.graph.equal_values import equal_values
-from shardplan.planning.scheduled import scheduled
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.search.inference import anytime
 from shardplan.search.problem.problem import Domain
 from shardplan.search.problem.solution import Solution
@@ -25,13 +25,18 @@ class Fastest:
     a move, another solution may be faster: over another factoring, or a baseline. One whose bound is longer is not scheduled.
     """
 
-    def __init__(self, session: Session, deadline: float | None = None) -> None:
+    def __init__(self, session: Session, deadline: float | None = None, best: anytime.Best = anytime.unheard) -> None:
         """Schedules the search's own solution. After ``deadline`` (an instant of `anytime.now_s`) nothing more is looked at:
-        then ``unfinished`` says that something was left.
+        then ``unfinished`` says that something was left. ``best`` hears of each that is faster.
         """
-        self.session, self.run = session, scheduled(session)
         self.unfinished = False
-        self._deadline = deadline
+        self._deadline, self._best = deadline, best
+        self._take(session, scheduled(session))
+
+    def _take(self, session: Session, run: Scheduled) -> None:
+        self.session, self.run = session, run
+        if self._best is not anytime.unheard:
+            self._best(run.step_time_s, session.bound.at_once_s if session.bound is not None else 0.0)
 
     def late(self) -> bool:
         """Whether there is no time for more."""
@@ -61,7 +66,7 @@ class Fastest:
             if not other.solution.fits(other.memory_limit):
                 continue
             if (run := scheduled(other)).step_time_s < self.run.step_time_s * (1 - CONSTANTS.least_gain):
-                self.session, self.run = other, run
+                self._take(other, run)
 
 
 def _rivals(session: Session, fastest: Fastest) -> Iterator[tuple[float, Session]]:

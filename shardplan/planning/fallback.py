@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from shardplan.planning.wanted import Planned, cut_short
+from shardplan.planning.wanted import Planned, Wanted, cut_short, step_time_s
+from shardplan.search.inference.anytime import unheard
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,15 @@ class Fallback:
     def offer(self, planned: Planned) -> None:
         """Takes a result."""
         self._offered.append(planned)
+
+    def tell(self, wanted: Wanted) -> None:
+        """Tells of the best of what was offered, and of the largest bound that is known for its factors and program."""
+        fitting = [p for p in self._offered if p.found[1].best.fits(wanted.memory)]
+        if wanted.best is unheard or not fitting or not wanted.objective.counts_time:
+            return
+        best = min(fitting, key=lambda p: step_time_s(p.found))
+        alike = [p for p in fitting if p.program is best.program and p.found[0].factors == best.found[0].factors]
+        wanted.best(step_time_s(best.found), max(p.found[1].bound.at_once_s for p in alike))
 
     def settle(self, best: Planned) -> None:
         """Keeps only the best of what was offered: the tables of the others are not needed any more."""

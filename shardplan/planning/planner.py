@@ -14,7 +14,7 @@ from shardplan.planning.scheduled import Scheduled
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Found, Planned, Wanted
 from shardplan.search.coarsening.coarsen import FREE
-from shardplan.search.inference.anytime import Stopped
+from shardplan.search.inference.anytime import Part, Stopped
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.cost_tables import LONGEST_S
@@ -57,6 +57,10 @@ def planned(program: Program, searcher: Searcher, origin: str, *, recompute: boo
     return way.made()
 
 
+_DESCRIBED, _SEARCHED = 0.05, 0.9
+"""The progress that is told before and after the search."""
+
+
 class _Way:
     """How far planning has come: ``planned`` once a search has ended, ``fastest`` once its solution is scheduled.
 
@@ -94,7 +98,10 @@ class _Way:
         assert self._planned is not None
         wanted, planned = self._wanted, self._planned
         if wanted.backend == "explicit":
-            fastest = self._fastest = Fastest(self._session(planned.found), None if self._stopped else wanted.deadline)
+            if not self._stopped:
+                wanted.observer("scheduling", _SEARCHED)
+            deadline = None if self._stopped else wanted.deadline
+            fastest = self._fastest = Fastest(self._session(planned.found), deadline, wanted.best)
             if not fastest.session.objective.everything_split:
                 others = map(self._session, planned.found[1].others)
                 fastest.among(others, 1 if self._stopped else CONSTANTS.patience)
@@ -136,9 +143,8 @@ def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: b
     """The best outcome over all factorings; with ``recompute``, also over what to recompute."""
     wanted = searcher.wanted
     wanted.observer("describing", 0.0)
-    rescaled = replace(
-        wanted, observer=lambda what, part: wanted.observer("scheduling" if what == "done" else what, 0.05 + 0.85 * part)
-    )
+    tell = Part(wanted.observer, _DESCRIBED, _SEARCHED)
+    rescaled = replace(wanted, observer=lambda what, part: tell("scheduling" if what == "done" else what, part))
     searcher = replace(searcher, wanted=rescaled)
     planned = recomputed(searcher, program) if recompute else searcher.plain(program)
     problem, outcome = planned.found

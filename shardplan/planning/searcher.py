@@ -46,6 +46,7 @@ class Searcher:
 
         def offer(found: Found) -> None:
             self.fallback.offer(Planned(program, found, remat))
+            self.fallback.tell(wanted)
 
         return Planned(program, self._best(graph, replace(wanted, offer=offer)), remat)
 

@@ -12,7 +12,7 @@ from shardplan.ir import Backend, Factor, Program
 from shardplan.mesh import Cluster
 from shardplan.remat import Remat
 from shardplan.search.coarsening.coarsen import Coarse
-from shardplan.search.inference.anytime import Observer, Stopped, ignored
+from shardplan.search.inference.anytime import Best, Observer, Stopped, ignored, unheard
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Company, Problem
 from shardplan.search.strategy.pins import Pins
@@ -33,7 +33,7 @@ class Wanted:
     ``again`` has what was found at another multiplier over the factorings that may still win: the search begins with those, from
     these solutions, and leaves out the factorings ``slower``. ``backend`` is what will run the plan. ``company`` are the bytes
     that travel together, where they are known. ``offer`` is called with what the search has found so far: an interrupt loses
-    only what was not offered.
+    only what was not offered. ``best`` hears of the best plan so far.
     """
 
     memory: int
@@ -51,6 +51,7 @@ class Wanted:
     again: Mapping[tuple[Factor, ...], Found] = field(default_factory=dict[tuple[Factor, ...], Found])
     slower: frozenset[tuple[Factor, ...]] = frozenset()
     offer: Callable[[Found], None] = ignored
+    best: Best = unheard
 
 
 class Generator(Protocol):

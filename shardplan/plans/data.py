@@ -13,6 +13,7 @@ from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Backend, Choices, Entry, Factor, Layout, Microbatches
 from shardplan.mesh import Cluster
 from shardplan.plans.codec import Least
+from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
@@ -178,6 +179,13 @@ class PlanData:
     def hidden_s(self) -> float:
         """The seconds of the step if one of compute and communication hid the other entirely: a lower bound."""
         return max(self.compute_s, self.communication_s) + self.host_s
+
+    @property
+    def xla_flags(self) -> dict[str, int]:
+        """The flags that the plan counts on where XLA compiles it for GPUs: by name, as `compiler_options` of a compilation. A
+        plan without collectives counts on none.
+        """
+        return xla_flags(self.cluster) if self.collectives else {}
 
     @property
     def offloaded(self) -> frozenset[int]:

@@ -125,7 +125,8 @@ class GroupPlanner:
 
     def _plan(self, group: int, wanted: Wanted, *, cut_short: bool) -> Made:
         part = self.parts[group]
-        wanted = replace(wanted, donated=frozenset(n for n, t in enumerate(part.inputs) if t in self.donated))
+        donated = frozenset(n for n, t in enumerate(part.inputs) if t in self.donated)
+        wanted = replace(wanted, best=anytime.unheard, donated=donated)
         if cut_short:
             wanted = replace(wanted, deadline=anytime.now_s())
         cluster = group_cluster(self.cluster, self.groups[group])

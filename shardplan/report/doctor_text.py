@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardplan.report.tables import size, table
+from shardplan.report.tables import rate, size, table
 
 
 def doctor_text(found: Mapping[str, Any]) -> str:
@@ -49,6 +49,8 @@ def _devices(devices: Mapping[str, Any]) -> list[str]:
     shape = "x".join(map(str, devices["shape"]))
     limit = f"{size(devices['memory_limit'])}, {devices['memory_limit_origin']}"
     lines += [f"cluster: {devices['name']}, {shape} of {devices['device']}; shardplan mesh detect -o cluster.toml writes it"]
+    links = [f"{one['level']} {one['size']} x {rate(one['bytes_per_s'])} {one['kind']}" for one in devices["links"]]
+    lines.append(f"links: {', '.join(links) or 'none, as there is one device'}")
     lines += [f"   assumed: {one}" for one in devices["assumed"]]
     return [*lines, f"memory limit of a plan: {limit}"]
 

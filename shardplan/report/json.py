@@ -10,7 +10,6 @@ from shardplan.ir import spec_text
 from shardplan.mesh import Cluster
 from shardplan.plans.codec import Writer
 from shardplan.plans.data import PlanData
-from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.plan_text import collective_rows
 
@@ -42,7 +41,7 @@ def plan_json(plan: PlanData) -> dict[str, Any]:
         "offloaded": [plan.arguments[i].path for i in sorted(plan.offloaded)],
         "in_specs": {path: spec_text(entries) for path, entries in plan.entries.items()},
         "collectives": collective_rows(plan),
-        "xla_flags": xla_flags(plan.cluster),
+        "xla_flags": plan.xla_flags,
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from shardplan.collectives.dsl import shortened
 from shardplan.ir import spec_text
 from shardplan.plans.data import Baseline, PlanData, TriedPlacement
-from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
@@ -33,7 +32,7 @@ def plan_text(plan: PlanData, *, title: str = "the step") -> str:
         _section("Parallelism matrix (purpose by level)", matrix_text(plan)),
         _section("Arguments", specs_text(plan)),
         _section("Collectives of one step, per device", collectives_text(plan)),
-        _section("XLA flags that the plan counts on, on GPUs", flags_text(plan)),
+        *([_section("XLA flags that the plan counts on, on GPUs", flags_text(plan))] if plan.xla_flags else []),
         _section("Baselines, in the same cost model", baselines_text(plan)),
         *([_section("Placements", placements_text(plan.placements_tried))] if plan.placements_tried else []),
     ]
@@ -263,7 +262,7 @@ def collectives_text(plan: PlanData) -> str:
 
 def flags_text(plan: PlanData) -> str:
     """The flags in the form that the environment's XLA_FLAGS takes."""
-    return "\n".join(f"--{name}={value}" for name, value in xla_flags(plan.cluster).items())
+    return "\n".join(f"--{name}={value}" for name, value in plan.xla_flags.items())
 
 
 def _way(row: Mapping[str, Any]) -> str:

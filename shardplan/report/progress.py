@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Protocol, Self, TextIO
 
+from shardplan.report.standing import Standing
 from shardplan.report.tables import seconds
 
 _WIDTH = 24
-_REDRAW_S = 0.1
+_REDRAW_S = 0.25
+
+
+class Bar(Protocol):
+    """A line of a terminal that is drawn again and again."""
+
+    def draw(self, standing: Standing, lasted_s: float) -> None:
+        """Draws the line in place of the one before."""
+        ...
+
+    def wipe(self) -> None:
+        """Leaves nothing behind."""
+        ...
 
 
 class Progress:
-    """An observer of work that draws a progress bar: ``progress(stage, share)``.
+    """An observer of work that draws a progress bar: ``progress(stage, share)``, and ``progress.best(seconds, bound)`` for the
+    best plan so far and a lower bound on its seconds.
 
-    The bar appears on ``stream`` (standard error) once the work has lasted ``after_s`` seconds, and only on a terminal. Used as a
-    context manager it wipes the bar at the end.
+    Inside its context a thread draws the bar on ``stream`` (standard error), from ``after_s`` seconds on, and only on a terminal
+    (not with TERM=dumb); the calls themselves draw nothing. The bar is wiped at the end. ``plain`` does without the package rich.
 
     >>> with Progress() as progress:
     ...     for done in range(3):
@@ -26,31 +45,78 @@ class Progress:
     """
 
     def __init__(
-        self, stream: TextIO | None = None, *, after_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        *,
+        after_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        plain: bool = importlib.util.find_spec("rich") is None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._after_s = after_s
-        self._clock = clock
-        self._watched = self._stream.isatty()
+        self._after_s, self._clock, self._plain = after_s, clock, plain
+        self._watched = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._start_s = clock()
-        self._drawn_s = -float("inf")
-        self._width = 0
+        self._standing = Standing()
+        self._bar: Bar | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardplan-progress", daemon=True)
 
     def __call__(self, stage: str, share: float | None = None) -> None:
-        """Report the stage, and the share of the whole that is done (0 to 1; None if unknown)."""
-        now = self._clock()
-        lasted_s = now - self._start_s
-        if not self._watched or lasted_s < self._after_s or now - self._drawn_s < _REDRAW_S:
+        """Tells the stage, and the share of the whole that is done (0 to 1; None if unknown)."""
+        self._standing = replace(self._standing, stage=stage, share=share)
+
+    def best(self, best_s: float, least_s: float) -> None:
+        """Tells the seconds of the best plan so far (infinite without one) and a lower bound on them (0 if none is known)."""
+        self._standing = replace(self._standing, best_s=best_s, least_s=least_s)
+
+    def draw(self) -> None:
+        """Draws the bar as it stands, if work has lasted long enough."""
+        lasted_s = self._clock() - self._start_s
+        if not self._watched or lasted_s < self._after_s or not self._standing.stage:
             return
-        self._drawn_s = now
-        self._write(bar(stage, share, lasted_s))
+        if self._bar is None:
+            self._bar = _PlainBar(self._stream) if self._plain else _rich_bar(self._stream)
+        self._bar.draw(self._standing, lasted_s)
 
     def close(self) -> None:
-        """Wipe the bar, if one was drawn."""
-        if self._width:
-            self._write("")
-            self._stream.write("\r")
-            self._stream.flush()
+        """Ends the drawing, and wipes the bar if there is one."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._bar is not None:
+            with suppress(OSError, ValueError):
+                self._bar.wipe()
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):  # the terminal is gone
+            self._ended.wait(self._after_s)
+            while not self._ended.is_set():
+                self.draw()
+                self._ended.wait(_REDRAW_S)
+
+    def __enter__(self) -> Self:
+        if self._watched:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _PlainBar:
+    """The bar in ASCII."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._width = stream, 0
+
+    def draw(self, standing: Standing, lasted_s: float) -> None:
+        # a line that is broken could not be overwritten
+        self._write(bar(standing, lasted_s)[: _columns(self._stream) - 1])
+
+    def wipe(self) -> None:
+        self._write("")
+        self._stream.write("\r")
+        self._stream.flush()
 
     def _write(self, line: str) -> None:
         # spaces overwrite the end of a longer line before
@@ -58,23 +124,31 @@ class Progress:
         self._stream.flush()
         self._width = len(line)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+def _columns(stream: TextIO) -> int:
+    """The width of a terminal; 80 where it does not say."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
-def bar(stage: str, share: float | None, lasted_s: float) -> str:
+def _rich_bar(stream: TextIO) -> Bar:
+    from shardplan.report.rich_bar import RichBar
+
+    return RichBar(stream)
+
+
+def bar(standing: Standing, lasted_s: float) -> str:
     """One line of progress.
 
-    >>> bar("searching", 0.25, 2.5)
+    >>> bar(Standing("searching", 0.25), 2.5)
     'searching  [######..................]  25%  2.50 s'
-    >>> bar("tracing", None, 2.5)
-    'tracing  2.50 s'
+    >>> bar(Standing("tracing", None, 0.0103, 0.01), 2.5)
+    'tracing  2.50 s  best 10.3 ms, gap 3.0%'
     """
-    if share is None:
-        return f"{stage}  {seconds(lasted_s)}"
-    share = min(max(share, 0.0), 1.0)
-    full = int(share * _WIDTH)
-    return f"{stage}  [{'#' * full}{'.' * (_WIDTH - full)}] {share:4.0%}  {seconds(lasted_s)}"
+    parts = [standing.stage, seconds(lasted_s), standing.best]
+    if standing.share is not None:
+        share = min(max(standing.share, 0.0), 1.0)
+        full = int(share * _WIDTH)
+        parts.insert(1, f"[{'#' * full}{'.' * (_WIDTH - full)}] {share:4.0%}")
+    return "  ".join(filter(None, parts))

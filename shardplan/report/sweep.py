@@ -192,9 +192,11 @@ def settings_text(settings: Mapping[str, Any]) -> str:
 def setting_text(value: Any) -> str:
     """The value of a setting as `shardplan sweep` reads it.
 
-    >>> setting_text(("*/mu/*", "*/nu/*")), setting_text((2, 3))
-    ('[*/mu/*,*/nu/*]', '(2, 3)')
+    >>> setting_text(("*/mu/*", "*/nu/*")), setting_text((2, 3)), setting_text({"data": 4, "tensor": 2})
+    ('[*/mu/*,*/nu/*]', '(2, 3)', '[data=4,tensor=2]')
     """
+    if isinstance(value, Mapping):
+        return f"[{','.join(f'{name}={size}' for name, size in cast(Mapping[object, object], value).items())}]"
     globs = [one for one in cast(tuple[object, ...], value) if isinstance(one, str)] if isinstance(value, tuple) else []
     return f"[{','.join(globs)}]" if globs else str(cast(object, value))
 
@@ -234,6 +236,8 @@ def _picture(sweep: Sweep, suffix: str) -> bytes:
 
 def _plain(value: Any) -> Any:
     """A setting as a JSON value: what JSON has no form for becomes text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(own) for name, own in cast(Mapping[object, object], value).items()}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

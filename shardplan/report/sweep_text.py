@@ -9,7 +9,8 @@ from shardplan.report.tables import seconds, size, table
 def sweep_text(sweep: Sweep) -> str:
     """The whole report."""
     lines = [f"{sweep.target}: {len(sweep.points)} of {sweep.total} points, {len(sweep.planned)} with a plan", "", _table(sweep)]
-    lines += ["", *_notes(sweep)]
+    if sweep.planned:
+        lines += ["", *_notes(sweep)]
     if sweep.best is not None:
         lines += ["", *_ranking(sweep)]
     refused = [(n, p) for n, p in enumerate(sweep.points, 1) if not p.fits]

@@ -41,7 +41,7 @@ from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
 from shardplan.search.coarsening.variables import OneChoice, one_choice_of
 from shardplan.search.inference import anytime
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, best_of
 from shardplan.search.session import Session
 from shardplan.search.strategy.unused_axes import idle
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
@@ -104,8 +104,8 @@ def plan(
         cluster: A `Cluster`, a preset with its node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s), or a
             `jax.sharding.Mesh`, whose axes and devices are kept. In a mesh, GPUs that a preset knows get its figures; other
             devices get those of H100s.
-        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default what JAX's allocator gives of the
-            device's memory (`shardplan.shell.memory_default`).
+        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default, or with "auto", what JAX's allocator
+            gives of the device's memory (`shardplan.shell.memory_default`).
         objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
         pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
@@ -120,7 +120,8 @@ def plan(
         donate_argnums: Arguments whose buffers the step may reuse; negative numbers count from the end.
         time_budget_s: Seconds for all of planning, tracing included. After that the plan is the best so far, and
             ``plan.stopped`` says so. A first plan, with its tables, is always made.
-        observer: Called with the current activity and the fraction done.
+        observer: Called with the current activity and the fraction done. If it has a method ``best``, this is called with the
+            seconds of the best plan so far and a lower bound on them, over the layouts of its mesh.
         replicate: Primitives without a description that may run whole on every device.
         one_choice: What shares one layout although it could have several: "timesteps" (three or more steps of an unrolled
             recurrence), "layers" (equal layers of an unrolled model too) or "none". With "auto", equal layers do if the step has
@@ -173,8 +174,8 @@ def plan(
     fixed, sizes = checked_factors(factors, inside), checked_axes(axes, inside, factors, measure)
     traced, traced_at = _traced(step, args, donated, traced, observer), time.perf_counter()
     replicate, entries = _checked_primitives(replicate, traced.program, resolved.size), pin_entries(pins or {})
-    leaves = frozenset(leaves_of(traced.in_tree, donated))
-    wanted = Wanted(limit.nbytes, leaves, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
+    own, best = frozenset(leaves_of(traced.in_tree, donated)), best_of(observer)
+    wanted = Wanted(limit.nbytes, own, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner, best=best)
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), read_hosted(offload, resolved)
     asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, began, traced_at)

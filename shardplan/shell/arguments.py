@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
+from shardplan.shell import terminal
 
 CONFIG = "--config"
 
@@ -32,6 +32,17 @@ class Parser(argparse.ArgumentParser):
         self.needs: Mapping[str, int] = {}
         super().__init__(*args, **options)
 
+    @property
+    def shown_options(self) -> dict[str, argparse.Action]:
+        """`long_options` without those that the command refuses."""
+        return {name: action for name, action in self.long_options.items() if name not in self.refused}
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Hides options that this command does not take from its help. In a file of options, those at the top may stay."""
+        self.refused = frozenset(names)
+        for name in self.refused:
+            self.long_options[name].help = argparse.SUPPRESS
+
     def add_subparsers(self, **options: Any) -> Any:
         """Adds commands of its own, and notes them."""
         action = super().add_subparsers(**options)
@@ -48,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""
-        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        terminal.say(f"{self.prog}: {message} (see {self.prog} --help)", "bad")
         raise SystemExit(2)
 
 
@@ -92,7 +103,9 @@ def add_target_options(one: Parser) -> None:
     )
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
     one.add_argument(
-        "--memory", metavar="SIZE", help='memory limit per device, such as "70GiB" (default: what JAX\'s allocator gives)'
+        "--memory",
+        metavar="auto|SIZE",
+        help='memory limit per device, such as "70GiB" (default: auto, what JAX\'s allocator gives)',
     )
     one.add_argument("--objective", default="time", choices=["time", "bytes"], help="what the plan has least of (default: time)")
     one.add_argument(

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardplan.errors import ShardplanError, UndescribedPrimitiveError
 from shardplan.report.report import Report
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import Parser, add_command, add_target_options, check_outputs, count
 from shardplan.shell.calibrate_command import add_calibrate_command
 from shardplan.shell.compare_command import add_compare_command
@@ -33,7 +33,7 @@ from shardplan.shell.place_command import add_place_command
 from shardplan.shell.score_command import add_score_command
 from shardplan.shell.simulate_command import add_simulate_command
 from shardplan.shell.sweep_command import add_sweep_command
-from shardplan.shell.target_plan import add_saved_plan, simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, completed, simulated_devices, target_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,16 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # a factory may print, but only the report belongs on stdout
         with contextlib.redirect_stdout(sys.stderr), interrupts.heard():
             report: Report = options.run(options)
-        print(json.dumps(report.json) if options.json else report.text)
+        if options.json:
+            print(json.dumps(report.json))
+        else:
+            terminal.show(report)
         sys.stdout.flush()
     except ShardplanError as error:
         text = str(error) if isinstance(error, UndescribedPrimitiveError) else " ".join(str(error).split())
-        print(f"shardplan: {text}{given.remark(text)}", file=sys.stderr)
+        terminal.say(f"shardplan: {text}{given.remark(text)}", "bad")
         if os.environ.get("SHARDPLAN_TRACEBACK"):
             traceback.print_exception(error)
         return 2
     except KeyboardInterrupt as error:
-        print(f"shardplan: interrupted {str(error) or 'before it finished'}", file=sys.stderr)
+        terminal.say(f"shardplan: interrupted {str(error) or 'before it finished'}", "warning")
         return 130
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,7 +86,7 @@ def _plan(options: argparse.Namespace) -> Report:
         figures = made.figures(options.target)
         text, shown = placed_text(figures), placed_json(figures)
     else:
-        data = made.completed()
+        data = completed(made)
         text, shown = plan_text(data, title=options.target), plan_json(data)
     if options.output:
         made.save(options.output)
@@ -186,7 +189,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
     one = add_command(commands, "plan", _plan, "plan the sharding of a step on a cluster")
     add_target_options(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
-    one.add_argument("--draw", metavar="FILE", help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)")
+    one.add_argument(
+        "--draw", "--png", dest="draw", metavar="FILE",
+        help="save a picture: how layers are cut, or when groups run (.png, .svg, .pdf)",
+    )  # fmt: skip
     one.add_argument("--html", metavar="FILE", help="save the whole plan as one HTML page, which needs no network")
 
     _add_verify_command(commands)

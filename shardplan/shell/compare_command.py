@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, add_target_options, count
-from shardplan.shell.target_plan import simulated_devices, target_plan
+from shardplan.shell.target_plan import add_saved_plan, cluster_of, completed, simulated_devices, target_plan
 
 _WHERE = ("auto", "real", "simulated")
 _REPEATS = 5
@@ -21,7 +21,8 @@ def add_compare_command(commands: Any) -> None:
     """Adds `compare`."""
     one = add_command(commands, "compare", _compare, "compare the plan with every baseline")
     add_target_options(one)
-    one.refused = frozenset({"placement"})
+    add_saved_plan(one)
+    one.refuse(["placement"])
     one.add_argument(
         "--measure",
         action="store_true",
@@ -53,16 +54,16 @@ def _compare(options: argparse.Namespace) -> Report:
             raise ShardplanError(f"--devices {options.devices} is for --measure: add it, or leave --devices out")
         if options.repeats is not None:
             raise ShardplanError(f"--repeats {options.repeats} is for --measure: add it, or leave --repeats out")
-        made, _, _ = target_plan(options)
-        rows = comparison_rows(made.completed())
+        made, _, _ = target_plan(options, file=options.plan)
+        rows = comparison_rows(completed(made))
         return Report(comparison_text(rows), {"plans": rows})
     place = _place(options)
     timed = place.devices is not None
     with _on_host() if timed else contextlib.nullcontext():
-        made, step, args = target_plan(options, concrete=timed, simulated=True)
+        made, step, args = target_plan(options, concrete=timed, simulated=True, file=options.plan)
     sent = _measured(made, step, options.backend)
     seconds = _timed(made, step, args, place.devices, options) if place.devices is not None else None
-    rows = comparison_rows(made.completed(), sent, seconds)
+    rows = comparison_rows(completed(made), sent, seconds)
     text = [comparison_text(rows), "", place.note, *measured_order(rows)]
     return Report("\n".join(text), {"plans": rows, "timed_on": place.note if timed else None})
 
@@ -76,14 +77,10 @@ def _place(options: argparse.Namespace) -> _Place:
     import jax
 
     from shardplan.errors import ClusterError
-    from shardplan.mesh import Cluster
     from shardplan.mesh.devices import detected
     from shardplan.shell.target import simulate
 
-    if options.cluster is None:
-        raise ShardplanError("--cluster is missing: give a preset (see shardplan mesh list), a file or a shape such as 2x4")
-    cluster = Cluster.load(options.cluster)
-    cluster.check_equal()
+    cluster = cluster_of(options.cluster, options.plan)
     device = cluster.device
     if options.devices == "simulated":
         return _Place(None, "--devices simulated: no plan is timed.")

@@ -58,7 +58,7 @@ def add_completion_command(commands: Any) -> None:
 
 def _completion(parsers: Mapping[str, Parser], options: argparse.Namespace) -> Report:
     script = script_of(options.shell, parsers)
-    return Report(script, {"shell": options.shell, "script": script})
+    return Report(script, {"shell": options.shell, "script": script}, for_people=False)
 
 
 def script_of(shell: str, parsers: Mapping[str, Parser]) -> str:
@@ -79,7 +79,7 @@ def _bash(parsers: Mapping[str, Parser]) -> str:
     options, choices = list[str](), list[str]()
     nested = {name: parser.commands for name, parser in parsers.items() if parser.commands}
     for name, parser in _flat(parsers).items():
-        known = parser.long_options
+        known = parser.shown_options
         options.append(f'            "{name}") words="{" ".join(f"--{option}" for option in known)}" ;;')
         choices += [
             f'        "{name} --{option}") words="{" ".join(map(str, action.choices))}" ;;'
@@ -101,7 +101,7 @@ def _fish(parsers: Mapping[str, Parser]) -> list[str]:
         lines += [f"complete -c shardplan -n '__fish_seen_subcommand_from {name}' -a {inner}" for inner in parser.commands]
     for name, parser in _flat(parsers).items():
         seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
-        for option, action in parser.long_options.items():
+        for option, action in parser.shown_options.items():
             values = f" -x -a '{' '.join(map(str, action.choices))}'" if action.choices else "" if action.nargs == 0 else " -r"
             lines.append(f"complete -c shardplan -n '{seen}' -l {option}{values}")
     return lines

@@ -43,13 +43,15 @@ _DEV = (
         "pyright",
         "pytest",
         "pytest-xdist",
+        "rich",
         "ruff",
     ),
     *("scikit-learn", "scipy-stubs", "types-networkx"),
 )
 
 EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "draw": (("matplotlib",), "pictures: --draw, --png"),
+    "draw": (("matplotlib",), "pictures: --draw"),
+    "terminal": (("rich",), "colours and progress bars on a terminal"),
     "fast": (("numba",), "the simulator, compiled"),
     "gpu-aot": (("jax-cuda13-pjrt", "jax-cuda13-plugin"), "compiling for GPUs that are not there"),
     "export": (("flatbuffers",), "the planned step as StableHLO: export -o step.stablehlo"),
@@ -193,6 +195,11 @@ def _devices(found: dict[str, Any], environment: Mapping[str, str]) -> list[Lack
         cluster = Cluster.from_toml(found["cluster"])
         limit = memory_limit(None, cluster.device, environment)
         found |= {"name": cluster.name, "shape": list(cluster.shape), "device": cluster.device.name}
+        found["links"] = [
+            {"level": own.name, "size": own.size, "kind": own.kind, "bytes_per_s": own.bandwidth_bytes_per_s}
+            for own in cluster.levels
+            if own.size > 1
+        ]
         found |= {"memory_limit": limit.nbytes, "memory_limit_origin": limit.origin}
     return lacks
 

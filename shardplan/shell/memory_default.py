@@ -16,6 +16,8 @@ from shardplan.errors import ShardplanError, size_text
 from shardplan.mesh import Device
 from shardplan.sizes import parse_bytes
 
+AUTO = "auto"
+"""The limit that stands for the default, as None does."""
 FRACTION = 0.75
 """The part of a GPU that JAX's allocator takes by default."""
 _ALLOCATORS = ("default", "bfc", "cuda_async", "vmm", "platform")
@@ -31,12 +33,12 @@ class MemoryLimit:
 
 
 def memory_limit(given: object, device: Device, environment: Mapping[str, str]) -> MemoryLimit:
-    """The limit that the user gives (bytes, or text), else the default of this device in this environment.
+    """The limit that the user gives (bytes, or text); for None or "auto", the default of this device in this environment.
 
     Raises:
         ShardplanError: for a size that is none, or a variable that JAX would refuse.
     """
-    if given is not None:
+    if given is not None and given != AUTO:
         return MemoryLimit(parse_bytes(given))
     whole = size_text(device.memory_bytes)
     if device.platform != "gpu":

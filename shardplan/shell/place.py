@@ -250,8 +250,9 @@ def place(
     if "plan" not in names:
         warn_of_graph(graph, resolved.device)  # a plan warns itself
     planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
+    tell("simulating the starts", 0.0)
     starts, limits = known | starts_of(problem, names, seed, planned), ChainLimits(budget_s, proposals)
-    found, regions = _searched(problem, method, starts, limits, chains, seed, lambda s, done: tell(f"best {s:.4g} s", done))
+    found, regions = _searched(problem, method, starts, limits, chains, seed, _heard(tell, method))
     return _placement(problem, method, found, regions, priced_s)
 
 
@@ -274,6 +275,17 @@ def _placement(
         found.starts.get(method),
         found.interrupted,
     )
+
+
+def _heard(tell: anytime.Observer, method: str) -> Observer:
+    """An observer of the search of a strategy, of which no lower bound is known."""
+    best = anytime.best_of(tell)
+
+    def hear(seconds: float, done: float) -> None:
+        best(seconds, 0.0)
+        tell(f"searching by {method}", done)
+
+    return hear
 
 
 def _searched(
@@ -312,7 +324,8 @@ def _planned(
 ) -> tuple[Strategy, float]:
     """The plan on all devices, as if they were equal, as a strategy, and the seconds of its step as the planner prices it."""
     cluster = replace(cluster, single_devices=(), single_links=())
-    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=tell)
+    observer = anytime.Part(tell, 0.0, 1.0, "the plan on all devices")
+    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=observer)
     if made.stopped == "interrupted":  # an interrupted plan is no start: the search would go on without the user
         raise KeyboardInterrupt
     return from_plan(problem, made._data.choices, made.factors), made.step_time_s

@@ -32,7 +32,9 @@ def add_place_command(commands: Any) -> None:
     one.add_argument("--method", default="mcmc", metavar="mcmc|regions|fd-dps|heft", help="how to search (default: mcmc)")
     one.add_argument("-o", "--output", metavar="FILE", help="save the strategy as JSON")
     one.add_argument("--timeline", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
-    one.add_argument("--png", metavar="FILE", help="draw a Gantt chart of devices and connections (.png, .svg or .pdf)")
+    one.add_argument(
+        "--draw", "--png", dest="draw", metavar="FILE", help="draw a Gantt chart of devices and connections (.png, .svg or .pdf)"
+    )
 
 
 def _place(options: argparse.Namespace) -> Report:
@@ -41,10 +43,10 @@ def _place(options: argparse.Namespace) -> Report:
     from shardplan.shell.place import place
     from shardplan.shell.target import load_target, read_options, use_cpu
 
-    outputs = {"-o": options.output, "--timeline": options.timeline, "--png": options.png}
+    outputs = {"-o": options.output, "--timeline": options.timeline, "--draw": options.draw}
     check_outputs(outputs, options)
-    if options.png is not None:
-        picture_format(options.png)
+    if options.draw is not None:
+        picture_format(options.draw)
     use_cpu()
     step, args = load_target(options.target, read_options(options.set))
     with Progress() as progress:
@@ -67,7 +69,7 @@ def _place(options: argparse.Namespace) -> Report:
     if options.timeline is not None:
         placed.timeline.save(options.timeline)
         text += f"\n\ntimeline saved to {options.timeline}: open it in https://ui.perfetto.dev"
-    if options.png is not None:
-        placed.timeline.draw(options.png, title=f"{options.target} on {placed.problem.machine.cluster.name}")
-        text += f"\n\ndrawn in {options.png}"
+    if options.draw is not None:
+        placed.timeline.draw(options.draw, title=f"{options.target} on {placed.problem.machine.cluster.name}")
+        text += f"\n\ndrawn in {options.draw}"
     return Report(text, placed.json)

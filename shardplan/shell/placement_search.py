@@ -272,6 +272,7 @@ class _Search:
         self._tried[what] = plan
         if plan.step_time_s < self._to_beat_s(on_groups=isinstance(plan, PlacedPlan)):
             self.best = plan
+            self._asked.searcher.wanted.best(plan.step_time_s, 0.0)
         if plan.stopped == "interrupted":
             raise KeyboardInterrupt
         self._check()

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from shardplan.plans.data import PlanData
-from shardplan.plans.xla_flags import xla_flags
 
 _Declared = PlanData if TYPE_CHECKING else object
 
@@ -21,11 +20,6 @@ class Figures(_Declared):
     def data(self) -> PlanData:
         """Everything that the plan says so far; `completed` adds the bound and the baselines."""
         return self._data
-
-    @property
-    def xla_flags(self) -> dict[str, int]:
-        """The flags that the plan counts on where XLA compiles it for GPUs: by name, as `compiler_options` of a compilation."""
-        return xla_flags(self.cluster)
 
 
 for _name in [f.name for f in fields(PlanData)] + [name for name, own in vars(PlanData).items() if isinstance(own, property)]:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.emit.backends import checked_backend, emitter
 from shardplan.emit.stacked import partition_spec
-from shardplan.errors import ArgumentError, ShardplanError
+from shardplan.errors import ShardplanError
 from shardplan.frontend.argnums import leaves_of, positions, tuple_of
 from shardplan.frontend.keywords import with_arguments_of
 from shardplan.frontend.nnx_state import bare
@@ -33,7 +32,8 @@ from shardplan.plans.files import plan_file, save, write_whole
 from shardplan.plans.fingerprint import fingerprint, marks
 from shardplan.plans.fit import unfit
 from shardplan.plans.fitted import fitted
-from shardplan.plans.runner import Flat, Leaves, Runner, check_tree, shape_text
+from shardplan.plans.local_parts import from_local
+from shardplan.plans.runner import Flat, Leaves, Runner, check_tree
 from shardplan.plans.score import Score
 from shardplan.plans.summary import baselines, collectives_of, decided, session_of
 from shardplan.report.draw import picture, picture_format
@@ -198,7 +198,7 @@ class Plan(PlannedStep, Figures):
         """One argument, made from the data of this process alone: each process gives its part of the global batch.
 
         Raises:
-            ArgumentError: if the parts do not add up to the planned shape, or have another dtype.
+            ArgumentError: if it is another part than the devices of this process hold, or has another dtype.
             ShardplanError: for an argument that does not exist, or one of another structure.
         """
         mesh = mesh or self.mesh()
@@ -209,27 +209,9 @@ class Plan(PlannedStep, Figures):
         trees = list(children)
         trees[at] = tree
         check_tree(tuple_of(trees), self.traced, self.step)
-        placed = [self._from_local(i, x, mesh) for i, x in zip(leaf_numbers, parts, strict=True)]
+        paths, shapes, shardings = self.traced.program.input_paths, self.traced.in_shapes, self.flat_in_shardings(mesh)
+        placed = [from_local(paths[i], shapes[i], x, shardings[i]) for i, x in zip(leaf_numbers, parts, strict=True)]
         return jax.tree.unflatten(tree, placed)
-
-    def _from_local(self, leaf: int, part: Any, mesh: Mesh) -> Any:
-        """Leaf number ``leaf`` of the arguments, made from this process's part of it."""
-        path, planned = self.traced.program.input_paths[leaf], self.traced.in_shapes[leaf]
-        local = np.asarray(part)
-        local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
-        sharding, wanted = self.flat_in_shardings(mesh)[leaf], shape_text(planned)
-        if _whole_here(sharding, planned.shape) and local.shape != planned.shape:
-            remedy = (
-                "the plan keeps this argument whole in each process: give all of it, or pin it (pins=) so that processes share it"
-            )
-            raise ArgumentError(path, wanted, f"given as {shape_text(local)}", remedy=remedy)
-        try:
-            array = jax.make_array_from_process_local_data(sharding, local)
-        except ValueError as error:
-            raise ArgumentError(path, wanted, f"given in parts of {shape_text(local)}") from error
-        if (array.shape, array.dtype) != (planned.shape, planned.dtype):
-            raise ArgumentError(path, wanted, shape_text(array))
-        return array
 
     def leaves(self, mesh: Mesh | None = None, *, weak: bool = False) -> Leaves:
         """The planned types of the arguments' leaves, and their shardings on a mesh."""
@@ -486,12 +468,6 @@ class Plan(PlannedStep, Figures):
 
 def _heading(title: str, cluster: str) -> str:
     return f"{title} on {cluster}" if title else f"on {cluster}"
-
-
-def _whole_here(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether the devices of this process together hold all of an array."""
-    blocks = {tuple(map(str, block or ())) for block in sharding.addressable_devices_indices_map(shape).values()}
-    return len(blocks) * math.prod(sharding.shard_shape(shape)) >= math.prod(shape)
 
 
 def _sharding(mesh: Mesh, spec: PartitionSpec, hosted: bool) -> NamedSharding:

@@ -22,7 +22,7 @@ from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
 from shardplan.plans.inherited import inherited, matched, step_time_s
 from shardplan.search.coarsening import coarsen
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, best_of
 from shardplan.search.problem.problem import Problem
 from shardplan.search.strategy.pins import pinned_domains
 from shardplan.shell.api import checked_observer, checked_options, pin_entries, warn_of
@@ -137,7 +137,10 @@ def _replanned(
     fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
     entries = _pins(plan, resolved) if pins is None else pin_entries(pins)
     donated = frozenset(plan.donated_leaves)
-    wanted = Wanted(limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner)
+    wanted = Wanted(
+        limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner,
+        best=best_of(observer),
+    )  # fmt: skip
     searcher = Searcher(data.replicate, shared, resolved, wanted)
     asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)
     if data.offloaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from shardplan.mesh.devices import device_numbers
 from shardplan.mesh.factoring import read_order
 from shardplan.planning.losses import losses, unasked
 from shardplan.plans.score import MeasuredSharding, Score
+from shardplan.search.inference.anytime import Part, best_of
+from shardplan.shell.api import checked_observer
 from shardplan.shell.api import plan as plan_step
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.plan_of_step import Plan
@@ -93,8 +96,10 @@ def scored(
     step, args = as_positional(step, args, kwargs)
     given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
     axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
-    mine = _priced(step, args, cluster, given, axes, options)
-    plan = plan_step(step, *args, cluster=cluster, traced=mine.traced, **options)
+    observer = checked_observer(options.pop("observer", None))
+    mine = _priced(step, args, cluster, given, axes, {**options, "observer": Part(observer, 0.0, 0.5, "your sharding")})
+    best_of(observer)(math.inf, 0.0)
+    plan = plan_step(step, *args, cluster=cluster, traced=mine.traced, observer=Part(observer, 0.5, 1.0, "the plan"), **options)
     return _score(plan, mine, given, axes, measure=measure), plan
 
 

@@ -23,7 +23,7 @@ def add_score_command(commands: Any) -> None:
     """Adds `score`."""
     one = add_command(commands, "score", _score, "price your own sharding beside the plan, and say where it loses")
     add_target_options(one)
-    one.refused = frozenset({*_PLAN_ALONE, *_UNSUPPORTED, "remat", "objective"})
+    one.refuse([*_PLAN_ALONE, *_UNSUPPORTED, "remat", "offload", "objective"])
     one.replaces = {"specs": frozenset({"rules"}), "rules": frozenset({"specs"})}
     one.add_argument("--specs", metavar="FILE", help="{path: spec} of arguments as JSON, or what plan --json prints")
     one.add_argument("--rules", metavar="FILE", help="{glob of paths: spec} as JSON or TOML; of several rules the first holds")

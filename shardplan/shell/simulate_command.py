@@ -18,7 +18,11 @@ def add_simulate_command(commands: Any) -> None:
     add_saved_plan(one)
     one.add_argument("-o", "--output", metavar="FILE", help="save the timeline as trace events, which Perfetto opens")
     one.add_argument(
-        "--png", metavar="FILE", help="draw streams and memory, or the runs of groups of devices (.png, .svg or .pdf)"
+        "--draw",
+        "--png",
+        dest="draw",
+        metavar="FILE",
+        help="draw streams and memory, or the runs of groups of devices (.png, .svg or .pdf)",
     )
     one.add_argument("--no-overlap", action="store_true", help="run all tasks one after the other, as the sum of their times")
     one.add_argument(
@@ -30,6 +34,7 @@ def add_simulate_command(commands: Any) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> Report:
+    from shardplan.report import Progress
     from shardplan.report.draw import picture_format
     from shardplan.report.placed_timeline import PlacedTimeline, placed_timeline_json, placed_timeline_text
     from shardplan.report.timeline_text import timeline_text
@@ -38,9 +43,9 @@ def _simulate(options: argparse.Namespace) -> Report:
     from shardplan.simulate.figures import timeline_json
 
     # mistakes are reported before the search
-    check_outputs({"-o": options.output, "--png": options.png}, options)
-    if options.png is not None:
-        picture_format(options.png)
+    check_outputs({"-o": options.output, "--draw": options.draw}, options)
+    if options.draw is not None:
+        picture_format(options.draw)
     if options.contention is not None and options.no_overlap:
         raise ShardplanError("--contention has no effect with --no-overlap, where nothing runs at once: give one of them")
     if options.contention is not None:
@@ -48,7 +53,9 @@ def _simulate(options: argparse.Namespace) -> Report:
     if may_be_on_groups(options) and (options.no_overlap or options.contention is not None):
         raise ShardplanError(ONE_PROGRAM)
     made, _, _ = target_plan(options, file=options.plan)
-    shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
+    with Progress() as progress:
+        progress("simulating")
+        shown = made.simulate(overlap=not options.no_overlap, contention=options.contention)
     if isinstance(shown, PlacedTimeline):
         text, figures = placed_timeline_text(shown, title=options.target), placed_timeline_json(shown)
     else:
@@ -56,7 +63,7 @@ def _simulate(options: argparse.Namespace) -> Report:
     if options.output is not None:
         shown.save(options.output)
         text += f"\n\nsaved to {options.output}: open it in https://ui.perfetto.dev"
-    if options.png is not None:
-        shown.draw(options.png, title=f"{options.target} on {made.cluster.name}")
-        text += f"\n\ndrawn in {options.png}"
+    if options.draw is not None:
+        shown.draw(options.draw, title=f"{options.target} on {made.cluster.name}")
+        text += f"\n\ndrawn in {options.draw}"
     return Report(text, figures)

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.emit.backends import chosen
-from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, nearest, size_text, sufficient_limit
+from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, TargetError, nearest, size_text, sufficient_limit
 from shardplan.frontend.argnums import positions
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import flatten
 from shardplan.mesh import Cluster
-from shardplan.report.sweep import Point, Sweep
+from shardplan.report.sweep import Point, Sweep, setting_text
 from shardplan.report.tables import seconds
 from shardplan.search.baselines.samples import Samples, samples_of
-from shardplan.search.inference.anytime import Observer
+from shardplan.search.inference.anytime import Observer, Part, best_of
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.offload_option import hosted
-from shardplan.shell.target import call_factory, parameters_of
+from shardplan.shell.target import call_factory, keywords_of
 
 PLANNING: Mapping[str, str] = {
     "cluster": "cluster",
     "memory": "memory_limit",
     "microbatches": "microbatches",
+    "axes": "axes",
+    "placement": "placement",
     "remat": "remat",
     "offload": "offload",
     "objective": "objective",
@@ -37,6 +41,9 @@ PLANNING: Mapping[str, str] = {
     "time_model": "time_model",
 }
 """The settings that are options of planning, as the command line spells them, with their names in `shardplan.plan`."""
+
+_FIXED = tuple(n for n in inspect.signature(plan).parameters if n not in ("step", "args", "kwargs", "observer", "traced"))
+"""The options of `shardplan.plan` that may stay the same for all points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,8 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A point to plan: its place in the order, its settings, those of the factory by name, the options of `plan`, the memory
-    limit that follows, and the price of a device. Points with equal ``step`` share a trace.
+    limit that follows, and the price of a device. Points whose factory settings are the same values (``step`` has their numbers)
+    share a trace; those that are the same but for the memory limit (``plan``) may share a plan.
     """
 
     place: int
@@ -62,22 +70,14 @@ class _Row:
     cluster: Cluster
     limit_bytes: int
     price: float | None
-
-    @property
-    def step(self) -> str:
-        """The settings of the factory, as text."""
-        return repr(self.own)
-
-    @property
-    def plan(self) -> str:
-        """All settings but the memory limit, as text."""
-        return repr((self.own, {name: value for name, value in self.planning.items() if name != "memory_limit"}))
+    step: tuple[int, ...]
+    plan: tuple[int, ...]
 
 
 def sweep(
     factory: Callable[..., Any],
     *,
-    vary: Mapping[str, Sequence[Any]],
+    vary: Mapping[str, Iterable[Any]],
     options: Mapping[str, Any] | None = None,
     price: Mapping[str, float] | None = None,
     name: str | None = None,
@@ -86,13 +86,14 @@ def sweep(
 ) -> Sweep:
     """Plans the step that ``factory`` makes for each combination of settings.
 
-    Points that differ only in options of planning share one trace. An interrupt (Ctrl-C) ends the sweep with the points so far;
-    before the first one it is raised.
+    Points that differ only in options of planning share one trace. A point whose factory, trace or plan fails has the reason in
+    ``error``, and the others go on. An interrupt (Ctrl-C) ends the sweep with the points so far; before the first it is raised.
 
     Args:
         factory: A function that returns (step, args).
-        vary: The values of each setting. "cluster", "memory", "microbatches", "remat", "offload", "objective", "backend",
-            "one_choice" and "time_model" are options of planning; every other name is a parameter of the factory.
+        vary: The values of each setting. "cluster", "memory", "microbatches", "axes", "placement", "remat", "offload",
+            "objective", "backend", "one_choice" and "time_model" are options of planning; every other name is a parameter of the
+            factory.
         options: Parameters of the factory that stay the same.
         price: Dollars for an hour of one device, by the cluster as it is given ("dgx-h100:4"), by its name ("dgx-h100") or by the
             name of its device: the first of these that has a price.
@@ -101,17 +102,45 @@ def sweep(
         planning: Options of `shardplan.plan` that stay the same, such as ``cluster``.
 
     Raises:
-        ShardplanError: for a setting that is none, given twice or without values, or for a cluster without a price.
+        ShardplanError: for a setting or an option that is none, given twice or without values, or for a cluster without a price.
+        TargetError: for a factory that is no function.
         ClusterError: for a cluster that does not exist.
     """
     name = name or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', factory)}"
-    observer, fixed = checked_observer(observer), dict(options or {})
-    _check_names(factory, name, vary, fixed, planning)
-    rows = _rows(vary, fixed, planning, price)
+    observer, fixed, values = checked_observer(observer), dict(options or {}), _values(vary)
+    _check_names(factory, name, values, fixed, planning)
+    rows = _rows(values, fixed, planning, price)
     done, samples = _planned(factory, name, rows, observer)
     points = tuple(done[place] for place in sorted(done))
     points = tuple(replace(p, remedy=p.remedy + _neighbours(p, points)) if p.remedy else p for p in points)
     return Sweep(name, tuple(vary), points, len(rows), samples)
+
+
+def _values(vary: object) -> dict[str, list[Any]]:
+    """The values of each setting.
+
+    Raises:
+        ShardplanError: for what is no mapping of lists, and for a setting without values or with one twice.
+    """
+    if not isinstance(vary, Mapping) or not vary:
+        raise ShardplanError(f'vary={vary!r}: give at least one setting with its values, for example {{"batch": [32, 64]}}')
+    found: dict[str, list[Any]] = {}
+    for setting, values in vary.items():
+        own = [] if isinstance(values, str | Mapping) or not isinstance(values, Iterable) else list(values)
+        if not own:
+            raise ShardplanError(f"{setting}={values!r}: give a list of at least one value")
+        for n, value in enumerate(own):
+            if any(_equal(value, other) for other in own[:n]):
+                raise ShardplanError(f"{setting} has the value {value!r} twice: once is enough")
+        found[setting] = own
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; arrays are only equal to themselves."""
+    if hasattr(one, "shape") or hasattr(other, "shape"):
+        return one is other
+    return one == other
 
 
 def _check_names(
@@ -121,11 +150,17 @@ def _check_names(
     fixed: Mapping[str, Any],
     planning: Mapping[str, Any],
 ) -> None:
-    """Refuses settings that are none, that have no values, or that are given twice."""
-    if not vary:
-        raise ShardplanError("nothing varies: give at least one setting with its values")
-    own = parameters_of(factory)
-    for setting, values in vary.items():
+    """Refuses settings and options that are none, and those that are given twice."""
+    if not callable(factory):
+        raise TargetError(f"{factory!r} is no factory: give a function that returns (step, args)")
+    own = keywords_of(factory)
+    for option in fixed:
+        if own and option not in own:
+            raise ShardplanError(f"options: {name} has no parameter {option!r}{nearest(option, own)}; it has {', '.join(own)}")
+    for option in planning:
+        if option not in _FIXED:
+            raise ShardplanError(f"sweep has no option {option!r}{nearest(option, _FIXED)}; it takes {', '.join(_FIXED)}")
+    for setting in vary:
         known = PLANNING.get(setting)
         if known is None and own and setting not in own:
             raise ShardplanError(
@@ -134,11 +169,6 @@ def _check_names(
             )
         if setting in fixed if known is None else planning.get(known) is not None:
             raise ShardplanError(f"{setting!r} varies and is fixed too: give it once")
-        if isinstance(values, str) or not len(values):
-            raise ShardplanError(f"{setting}={values!r}: give a list of at least one value")
-        twice = next((v for i, v in enumerate(values) if v in values[:i]), None)
-        if twice is not None:
-            raise ShardplanError(f"{setting} has the value {twice!r} twice: once is enough")
     if "cluster" not in vary and planning.get("cluster") is None:
         raise ClusterError("no cluster is given: fix one, or vary it (cluster=dgx-h100:1,dgx-h100:2)")
 
@@ -151,8 +181,9 @@ def _rows(
     """
     rows: list[_Row] = []
     clusters: dict[int, tuple[Cluster, float | None]] = {}
-    for place, values in enumerate(itertools.product(*vary.values())):
-        settings = dict(zip(vary, values, strict=True))
+    for place, numbers in enumerate(itertools.product(*(range(len(values)) for values in vary.values()))):
+        settings = {n: vary[n][number] for n, number in zip(vary, numbers, strict=True)}
+        at = dict(zip(vary, numbers, strict=True))
         own = {**fixed, **{n: v for n, v in settings.items() if n not in PLANNING}}
         plans = {**planning, **{PLANNING[n]: v for n, v in settings.items() if n in PLANNING}}
         given: ClusterLike = plans["cluster"]
@@ -162,7 +193,9 @@ def _rows(
         cluster, rate = clusters[id(given)]
         _check_options(plans)
         limit = memory_limit(plans.get("memory_limit"), cluster.device, os.environ)
-        rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate))
+        step = tuple(number for n, number in at.items() if n not in PLANNING)
+        same = tuple(number for n, number in at.items() if n != "memory")
+        rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate, step, same))
     order = {row.step: row.place for row in reversed(rows)}
     return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place))
 
@@ -192,12 +225,12 @@ def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], obser
 
     The plan under a larger memory limit is the plan under a smaller one too if it fits there.
     """
-    done, looser = dict[int, Point](), dict[str, Point]()
+    done, looser = dict[int, Point](), dict[tuple[int, ...], Point]()
     samples, traced_for, made = "", None, None
     try:
         for n, row in enumerate(rows):
             if row.step != traced_for:
-                observer("tracing", n / len(rows))
+                _part(observer, n, len(rows))("tracing", 0.0)
                 traced_for, made = row.step, _step(factory, name, row)
             if not isinstance(made, _Step):
                 done[row.place] = Point(row.settings, row.cluster.size, error=made)
@@ -233,8 +266,9 @@ def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
 
 
 def _part(observer: Observer, place: int, total: int) -> Observer:
-    """An observer of one of ``total`` points."""
-    return lambda what, part: observer(f"point {place + 1} of {total}: {what}", (place + part) / total)
+    """An observer of one of ``total`` points, which has no plan yet."""
+    best_of(observer)(math.inf, 0.0)
+    return Part(observer, place / total, (place + 1) / total, f"point {place + 1} of {total}")
 
 
 def _point(made: _Step, row: _Row, observer: Observer) -> Point:
@@ -273,7 +307,7 @@ def _recomputed(made: _Step, row: _Row, observer: Observer) -> str:
 def _neighbours(point: Point, points: Sequence[Point]) -> str:
     """The changes of one setting after which a point fits, of those that the sweep has planned."""
     found = [
-        f"{name}={other.settings[name]}"
+        f"{name}={setting_text(other.settings[name])}"
         for other in points
         if other.fits
         for name in point.settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from shardplan.errors import ShardplanError
 from shardplan.report.report import Report
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import add_command, add_target_options, check_outputs
 from shardplan.shell.target_plan import planning_options
 
@@ -29,14 +28,16 @@ def add_sweep_command(commands: Any) -> None:
         action="append",
         required=True,
         metavar="NAME=V1,V2,...",
-        help="values of a setting: cluster, memory, microbatches, remat, offload, objective, backend, one-choice, time-model, "
-        "or a parameter of the factory; may be repeated, for all combinations",
+        help="values of a setting: cluster, memory, microbatches, axes, placement, remat, offload, objective, backend, "
+        "one-choice, time-model, or a parameter of the factory; may be repeated, for all combinations",
     )
     one.add_argument(
         "--price", metavar="FILE", help="a TOML file with dollars for an hour of one device, by the device's or cluster's name"
     )
     one.add_argument("-o", "--output", metavar="FILE", help="save the points as JSON")
-    one.add_argument("--png", metavar="FILE", help="draw the points and their Pareto front (.png, .svg or .pdf)")
+    one.add_argument(
+        "--draw", "--png", dest="draw", metavar="FILE", help="draw the points and their Pareto front (.png, .svg or .pdf)"
+    )
 
 
 def _sweep(options: argparse.Namespace) -> Report:
@@ -46,9 +47,9 @@ def _sweep(options: argparse.Namespace) -> Report:
     from shardplan.shell.sweep import sweep
     from shardplan.shell.target import load_factory, read_options, use_cpu
 
-    check_outputs({"-o": options.output, "--png": options.png}, options)
-    if options.png is not None:
-        picture_format(options.png)
+    check_outputs({"-o": options.output, "--draw": options.draw}, options)
+    if options.draw is not None:
+        picture_format(options.draw)
     vary, price = read_vary(options.vary), None if options.price is None else read_prices(options.price)
     use_cpu()
     with Progress() as progress, interrupts.before("the first point was planned"):
@@ -63,14 +64,14 @@ def _sweep(options: argparse.Namespace) -> Report:
             **planning_options(options),
         )
     if len(swept.points) < swept.total:
-        sys.stderr.write(f"shardplan: interrupted: {len(swept.points)} of {swept.total} points are done\n")
+        terminal.say(f"shardplan: interrupted: {len(swept.points)} of {swept.total} points are done", "warning")
     text = sweep_text(swept)
     if options.output is not None:
         swept.save(options.output)
         text += f"\n\nsaved to {options.output}"
-    if options.png is not None:
-        swept.draw(options.png)
-        text += f"\n\ndrawn in {options.png}"
+    if options.draw is not None:
+        swept.draw(options.draw)
+        text += f"\n\ndrawn in {options.draw}"
     return Report(text, swept.json, passed=any(p.error is None for p in swept.points))
 
 
@@ -79,7 +80,10 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
 
     >>> read_vary(["batch=32,64", "dims=(1, 2),(3, 4)", "cluster=2x4,dgx-h100:2"])
     {'batch': [32, 64], 'dims': [(1, 2), (3, 4)], 'cluster': ['2x4', 'dgx-h100:2']}
+    >>> read_vary(["axes=data=8,[data=4,tensor=2]"])
+    {'axes': [{'data': 8}, {'data': 4, 'tensor': 2}]}
     """
+    from shardplan.shell.factor_options import read_axes
     from shardplan.shell.offload_option import read_offload
     from shardplan.shell.target import literal
 
@@ -95,6 +99,8 @@ def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
         match name:
             case "cluster" | "memory":
                 found[name] = parts
+            case "axes":
+                found[name] = [read_axes([_inner(part)], "--vary axes") for part in parts]
             case "offload":
                 found[name] = [read_offload(_globs(part)) for part in parts]
             case _:
@@ -108,9 +114,13 @@ def _globs(text: str) -> list[str]:
     >>> _globs("auto"), _globs("[*/mu/*, '*/nu/*']")
     (['auto'], ['*/mu/*', '*/nu/*'])
     """
-    if not (text.startswith("[") and text.endswith("]")):
-        return [text]
-    return [one.strip(" '\"") for one in text[1:-1].split(",")]
+    inner = _inner(text)
+    return [text] if inner == text else [one.strip(" '\"") for one in inner.split(",")]
+
+
+def _inner(text: str) -> str:
+    """What stands between brackets, or a text without them."""
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
 def read_prices(file: str) -> dict[str, float]:

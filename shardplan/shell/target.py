@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan.errors import DeviceError, PinError, ShardplanError, TargetError, nearest
 from shardplan.ir import spec_text
-from shardplan.user_code import users_code
+from shardplan.user_code import text_of, users_code
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -145,6 +145,17 @@ def parameters_of(factory: Callable[..., Any]) -> Sequence[str]:
         return ()
 
 
+def keywords_of(factory: Callable[..., Any]) -> Sequence[str]:
+    """The names by which a factory takes values; none where it takes any, or Python does not know them."""
+    try:
+        own = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    if any(p.kind is p.VAR_KEYWORD for p in own):
+        return ()
+    return [p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
 def _options_text(options: Mapping[str, Any]) -> str:
     return " with " + ", ".join(f"{k}={v!r}" for k, v in options.items()) if options else ""
 
@@ -152,7 +163,7 @@ def _options_text(options: Mapping[str, Any]) -> str:
 def _error_text(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
-    text = _ADDRESS.sub("", str(error))
+    text = _ADDRESS.sub("", text_of(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardplan.errors import PlanFileError, ShardplanError
-from shardplan.shell import interrupts
+from shardplan.shell import interrupts, terminal
 from shardplan.shell.arguments import Parser
 
 
@@ -22,13 +21,16 @@ def target_plan(
     event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
     with interrupts.before(event if file is None else f"the plan in {file} was read"):
         made, step, args = _read_or_plan(options, concrete=concrete, simulated=simulated or concrete, file=file)
+        from shardplan.shell.placed_plan import PlacedPlan
+    if isinstance(made, PlacedPlan) and options.command not in _TAKE_GROUPS:
+        raise ShardplanError(f"{file} is a plan with groups of devices, which {options.command} does not take: use {_TAKERS}")
     if made.stopped == "interrupted" and file is None:
         if options.command != "plan":  # the work after the search takes longer than the search
             raise KeyboardInterrupt(
                 f"before {options.command} began: to save the best plan so far, use shardplan plan -o FILE, "
                 "with or without --time-budget"
             )
-        sys.stderr.write("shardplan: interrupted: this is the best plan so far\n")
+        terminal.say("shardplan: interrupted: this is the best plan so far", "warning")
     return made, step, args
 
 
@@ -40,7 +42,7 @@ def _read_or_plan(
     if file is not None:
         _refuse_planning_options(options, file)
     planning = planning_options(options)
-    cluster = _cluster(options.cluster, file)
+    cluster = cluster_of(options.cluster, file)
     # before the factory makes arrays, so that it uses no accelerator of this machine
     if simulated:
         simulate(math.prod(level.size for level in cluster.levels))
@@ -94,15 +96,15 @@ def may_be_on_groups(options: argparse.Namespace) -> bool:
 def _refuse_groups(options: argparse.Namespace) -> None:
     """Refuses options for groups of devices beside commands that take a plan on all devices alone."""
     if may_be_on_groups(options) and options.command not in _TAKE_GROUPS:
-        *some, last = _TAKE_GROUPS
         raise ShardplanError(
-            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use "
-            f"{', '.join(some)} and {last}"
+            f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use {_TAKERS}"
         )
 
 
 _TAKE_GROUPS = ("plan", "verify", "simulate")
 """The commands that take a plan with groups of devices."""
+
+_TAKERS = f"{', '.join(_TAKE_GROUPS[:-1])} and {_TAKE_GROUPS[-1]}"
 
 
 NEW_PLAN = (
@@ -139,7 +141,7 @@ def _refuse_planning_options(options: argparse.Namespace, file: str) -> None:
             raise ShardplanError(f"--{option} is for a new plan: {file} has its own setting; leave out this option or --plan")
 
 
-def _cluster(given: str | None, file: str | None) -> Any:
+def cluster_of(given: str | None, file: str | None) -> Any:
     """The cluster that was given, else that of the plan file."""
     from shardplan.mesh import Cluster
     from shardplan.plans.files import read_any
@@ -162,6 +164,16 @@ def _load_plan(file: str, step: Callable[..., Any], args: Sequence[Any], cluster
             f"{file}: the plan was made for the cluster {made.cluster.name}, not for {cluster.name}; plan the step again"
         )
     return made
+
+
+def completed(made: Any) -> Any:
+    """The data of a plan with its bound and its baselines, which may take longer than the search."""
+    from shardplan.report import Progress
+
+    with Progress() as progress:
+        progress("pricing the baselines")
+        progress.best(made.step_time_s, 0.0)
+        return made.completed()
 
 
 def simulated_devices(made: Any) -> list[Any]:

@@ -176,8 +176,8 @@ def planned_at_several_weights(observer: Any) -> Any:
 
 
 SEARCHES = 4
-EVENTS = 3 + 2 * SEARCHES + 1
-"""Tracing, describing, coarsening; tables and the search itself at each multiplier; the end."""
+EVENTS = 3 + 2 * SEARCHES + 2
+"""Tracing, describing, coarsening; tables and the search itself at each multiplier; scheduling; the end."""
 
 
 @pytest.mark.parametrize("at", range(EVENTS))

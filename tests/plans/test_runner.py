@@ -54,10 +54,10 @@ def test_arguments_that_were_not_planned_are_refused_by_name(plan: shardplan.Pla
     [
         (
             {"x": np.ones((100, 64), np.float32)},
-            r"batch/x is.*float32\[100, 64\].*whole in each process: give all of it, or pin it",
+            r"batch/x is given as float32\[100, 64\].* for float32\[128, 64\]: the one process .*: pass float32\[128, 64\]$",
         ),
         ({"x": np.ones((256, 64), np.float32)}, r"batch/x is.*float32\[256, 64\]"),
-        ({"x": np.ones((128, 64), np.int32)}, r"batch/x is int32"),
+        ({"x": np.ones((128, 64), np.int32)}, r"batch/x is given as int32"),
         ({"y": np.ones((128, 64), np.float32)}, "batch/y stands in place of batch/x"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.plans.xla_flags import bytes_in_latency, xla_flags
@@ -47,11 +48,20 @@ def test_each_level_with_a_link_has_two_collectives_under_way(cluster: str, link
 
 
 def test_reports_name_the_flags() -> None:
-    plan = shardplan.plan(lambda x: x @ x, jnp.ones((64, 64)), cluster="2x2")
+    pins = {"x": P("gpu")}
+    plan = shardplan.plan(lambda x: x @ x, jnp.ones((64, 64)), cluster="2x2", pins=pins)
+    assert plan.collectives
     assert plan_json(plan.completed())["xla_flags"] == plan.xla_flags
     text = plan_text(plan.completed())
     assert plan.xla_flags
     assert all(f"--{name}={value}" in text for name, value in plan.xla_flags.items())
+
+
+def test_a_plan_without_collectives_counts_on_no_flags() -> None:
+    plan = shardplan.plan(lambda x: x + x, jnp.ones((64, 64)), cluster="2x2")
+    assert not plan.collectives
+    assert plan.xla_flags == plan_json(plan.completed())["xla_flags"] == {}
+    assert "XLA flags" not in plan_text(plan.completed())
 
 
 @pytest.mark.slow

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     " --disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=4000 --window-size=1600,1000 --dump-dom"
 ).split()
+
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium or google-chrome on the path (Debian: apt-get install chromium)"
+)
+"""The mark of tests that look at a page in a browser. The summary of `make test` gives the reason where they are skipped."""
 
 Probe = Callable[..., Any]
 """``probe(page, script, width)`` -> what the script returns in the browser; faults of the page fail the test."""

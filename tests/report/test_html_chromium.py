@@ -14,9 +14,9 @@ from models import gpt
 from shardplan.report.tables import seconds, size
 from shardplan.shell.plan_of_step import Plan
 from tests.machines import machine
-from tests.report.pages import CHROMIUM, WIDE, Probe
+from tests.report.pages import NEEDS_CHROMIUM, WIDE, Probe
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+pytestmark = NEEDS_CHROMIUM
 
 HOSTILE = "<img src=x onerror=document.body.dataset.hacked=1>"
 

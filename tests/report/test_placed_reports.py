@@ -20,7 +20,7 @@ from shardplan.report.placed_page import _joined
 from shardplan.report.plan_diff import PlanDiff, plan_diff
 from shardplan.shell.cli import main
 from shardplan.testing import assert_plan_unchanged
-from tests.report.pages import CHROMIUM, WIDE, Parsed, Probe, assert_needs_no_network
+from tests.report.pages import NEEDS_CHROMIUM, WIDE, Parsed, Probe, assert_needs_no_network
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_rows_of_many_bars_are_joined_where_gaps_cannot_be_seen() -> None:
     assert _joined(bars[:100], 100.0, 7) == bars[:100]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+@NEEDS_CHROMIUM
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_browser_draws_all_sections(probe: Probe, text: str, width: int) -> None:
     said = probe(text, WIDE, width)

@@ -68,6 +68,13 @@ def test_flags_that_are_set_win_over_those_of_plans() -> None:
 
 
 @pytest.mark.usefixtures("on_h100s")
+def test_the_links_are_named() -> None:
+    found = examine({})
+    assert found["devices"]["links"] == [{"level": "gpu", "size": 8, "kind": "switch", "bytes_per_s": 450e9}]
+    assert "links: gpu 8 x 450 GB/s switch" in doctor_text(found)
+
+
+@pytest.mark.usefixtures("on_h100s")
 def test_the_memory_limit_is_that_of_a_plan_here() -> None:
     found = examine({"XLA_CLIENT_MEM_FRACTION": "0.5"})
     assert found["devices"]["memory_limit"] == Cluster.load("dgx-h100").device.memory_bytes // 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardplan
@@ -231,7 +232,7 @@ def test_a_sweep_is_drawn(run: Run, tmp_path: Path, suffix: str) -> None:
         (["--vary", "cluster=2x4,dgx-h200", "--price", "PRICES"], "no price for 'dgx-h200' or 'H200-SXM-141GB'"),
         (["--cluster", "2x4", "--vary", "batch=8", "-o", "PRICES", "--price", "PRICES"], "which --price reads"),
         (["--cluster", "2x4", "--vary", "batch=8", "--price", "nowhere.toml"], "--price nowhere.toml: No such file"),
-        (["--cluster", "2x4", "--vary", "batch=8", "-o", "a.png", "--png", "a.png"], "-o and --png both name 'a.png'"),
+        (["--cluster", "2x4", "--vary", "batch=8", "-o", "a.png", "--png", "a.png"], "-o and --draw both name 'a.png'"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_planned(run: Run, prices: str, words: list[str], message: str) -> None:
@@ -266,3 +267,99 @@ def test_a_trace_of_other_arguments_is_refused() -> None:
     assert again.specs_by_path == shardplan.plan(step, *args, cluster="2x4").specs_by_path
     with pytest.raises(shardplan.TraceError, match="traced= is of other arguments"):
         shardplan.plan(step, *_factory(batch=32)[1], cluster="2x2", traced=made.traced)
+
+
+class _UnsayableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _failing(how: str = "") -> Any:
+    """A factory that fails in many ways."""
+    match how:
+        case "exit":
+            raise SystemExit(3)
+        case "lines":
+            raise ValueError("one\ntwo")
+        case "unsayable":
+            raise _UnsayableError
+        case "nothing":
+            return None
+        case _:
+            step, args = _factory()
+            return (step, args) if not how else (lambda *_: {}[how], args)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("exit", "failed with how='exit': SystemExit: 3"),
+        ("lines", "failed with how='lines': ValueError: one two"),
+        ("unsayable", "failed with how='unsayable': _UnsayableError: (its text raises RuntimeError)"),
+        ("nothing", "returned a value of type NoneType"),
+        ("trace", "could not be traced on these shapes: KeyError: 'trace'"),
+    ],
+)
+def test_a_point_that_fails_is_one_line_beside_the_others(how: str, says: str) -> None:
+    made = shardplan.sweep(_failing, vary={"how": ["", how]}, cluster="2")
+    good, bad = made.points
+    assert good.fits
+    assert bad.settings == {"how": how}
+    assert says in str(bad.error)
+    assert "\n" not in str(bad.error)
+    assert f"  2  how={how}: {bad.error}" in sweep_text(made)
+
+
+def test_a_sweep_without_a_plan_says_nothing_of_batches() -> None:
+    made = shardplan.sweep(_failing, vary={"how": ["exit", "lines"]}, cluster="2")
+    assert "batch" not in sweep_text(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"vary": ["batch"]}, r"vary=\['batch'\]: give at least one setting"),
+        ({"vary": {}}, "vary={}: give at least one setting"),
+        ({"vary": {"batch": 3}}, "batch=3: give a list of at least one value"),
+        ({"vary": {"batch": iter(())}}, "batch=.*: give a list of at least one value"),
+        ({"vary": {"batch": iter([3, 3])}}, "batch has the value 3 twice"),
+        ({"options": {"widht": 3}}, "options: it has no parameter 'widht' .nearest: width.; it has batch, width"),
+        ({"memori": 3}, "sweep has no option 'memori' .nearest: memory_limit.*; it takes cluster, memory_limit"),
+        ({"traced": 3}, "sweep has no option 'traced'"),
+    ],
+)
+def test_mistakes_in_the_call_are_errors_of_their_own(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ShardplanError, match=says):
+        shardplan.sweep(_factory, **{"vary": {"batch": [16]}, "cluster": "2", "name": "it", **given})
+
+
+def test_what_is_no_factory_is_refused() -> None:
+    with pytest.raises(ShardplanError, match="3 is no factory: give a function"):
+        shardplan.sweep(3, vary={"batch": [1]}, cluster="2")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_factory_that_takes_any_names_is_not_asked_for_them() -> None:
+    made = shardplan.sweep(lambda **given: _factory(**given), vary={"batch": iter([16, 32])}, cluster="2")
+    assert [p.samples for p in made.points] == [16, 32]
+
+
+def test_values_that_look_alike_are_points_of_their_own() -> None:
+    """The text of large arrays leaves their middle out."""
+    sizes = [np.zeros(2000, int), np.zeros(2000, int)]
+    sizes[1][1000] = 32
+    made = shardplan.sweep(lambda sizes: _factory(batch=32 + int(sizes.sum())), vary={"sizes": sizes}, cluster="2")
+    assert [p.samples for p in made.points] == [32, 64]
+
+
+def test_purposes_and_placements_vary(run: Run) -> None:
+    words = ["--cluster", "2x4", "--vary", "axes=data=8,[data=4,tensor=2],data=3", "--json"]
+    code, text, _ = run(*MLP, *words)
+    points = json.loads(text)["points"]
+    assert code == 0
+    assert [p["settings"]["axes"] for p in points] == [{"data": 8}, {"data": 4, "tensor": 2}, {"data": 3}]
+    assert [p["fits"] for p in points] == [True, True, False]
+    assert "data=3 make 3 devices" in points[2]["error"]
+    _, text, _ = run(*MLP, *words[:-1])
+    assert "[data=4,tensor=2]" in text
+    made = shardplan.sweep(_factory, vary={"placement": ["one", "auto"]}, cluster="2")
+    assert [p.fits for p in made.points] == [True, True]

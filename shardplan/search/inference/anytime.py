@@ -15,8 +15,36 @@ Observer = Callable[[str, float], None]
 """Called with the current activity and the progress of the search (0 to 1)."""
 
 
+Best = Callable[[float, float], None]
+"""Called with the seconds of the best plan so far, infinite without one, and a lower bound on them, 0 if none is known."""
+
+
 def silent(_what: str, _part: float) -> None:
     """The observer that does nothing."""
+
+
+def unheard(_best_s: float, _least_s: float) -> None:
+    """Hears of the best plan so far, and does nothing."""
+
+
+class Part:
+    """An observer of a part of some work: its progress is that from ``first`` to ``last`` of another observer.
+
+    What hears of the best plan is the same. ``name``, if any, is said before the activity.
+    """
+
+    def __init__(self, to: Observer, first: float, last: float, name: str = "") -> None:
+        self.best = best_of(to)
+        self._to, self._first, self._width, self._name = to, first, last - first, f"{name}: " if name else ""
+
+    def __call__(self, what: str, part: float) -> None:
+        """Tells the other observer."""
+        self._to(f"{self._name}{what}", self._first + self._width * part)
+
+
+def best_of(observer: Observer) -> Best:
+    """What hears of the best plan so far: the observer's method ``best``, if it has one."""
+    return getattr(observer, "best", unheard)
 
 
 def ignored(_found: object) -> None:

@@ -428,6 +428,11 @@ class Bound:
         self._problem, self._live, self._domains = problem, live, domains
         self._free, self._chosen, self._limit, self._known_s, self._work = free, chosen, limit, known_s, work
 
+    @property
+    def at_once_s(self) -> float:
+        """What of the bound is known without work."""
+        return max(self.unlimited_s or 0.0, self._known_s, least_s(self._problem))
+
     @cached_property
     def seconds(self) -> float:
         """The optimum (or a bound) without a memory limit; where memory binds, the larger of that and the bound at the limit."""

@@ -72,6 +72,7 @@ docs:
 	$(MAKE) build-docs VENV=.venv-docs EXTRAS=docs
 
 build-docs: $(VENV)/installed
+	@test -x $(BIN)/sphinx-build || { echo "the site needs Python 3.13: make PYTHON=/path/to/python3.13 docs" >&2; exit 1; }
 	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
 
 # The Python and the packages that decide what the tests mean.

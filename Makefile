@@ -46,6 +46,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/search.py
 
 # The wheel as users get it: in a fresh environment, with what it depends on and nothing of this checkout on the path.
+# It runs the project in examples/ and the snippets of README.md.
 WHEEL_VENV := .venv-wheel
 wheel: $(VENV)/installed
 	rm -rf dist $(WHEEL_VENV)
@@ -56,6 +57,7 @@ wheel: $(VENV)/installed
 	cd examples/project && ../../$(WHEEL_VENV)/bin/shardplan plan train.py:train_step --cluster 2x4 --html ../../dist/report.html
 	rm -rf dist/project && cp -r examples/project dist/project
 	cd dist/project && ../../$(WHEEL_VENV)/bin/python -m pytest
+	.ci/readme $(CURDIR)/$(WHEEL_VENV)/bin/python
 
 # The figures in docs/, each printed anew by the command in its marker: all of them, or those that contain a word of ONLY.
 # XLA's compiler for GPUs brings a gigabyte of packages, so this has an environment of its own.
@@ -70,6 +72,7 @@ docs:
 	$(MAKE) build-docs VENV=.venv-docs EXTRAS=docs
 
 build-docs: $(VENV)/installed
+	@test -x $(BIN)/sphinx-build || { echo "the site needs Python 3.13: make PYTHON=/path/to/python3.13 docs" >&2; exit 1; }
 	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
 
 # The Python and the packages that decide what the tests mean.

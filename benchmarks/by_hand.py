@@ -11,9 +11,9 @@ All programs are timed alike, by their compiled schedules (`benchmarks.hlo_timel
 the network model from their groups and bytes, at once where the schedule lets them overlap. A second timeline (``xla_seconds``)
 prices kernels without products by XLA's own cost model (``xla_gpu_collect_cost_model_stats``).
 
-Three tables: *judge* compares the plan with the best program by hand; *ours* compares the programs that shardplan emits for the
-same shardings (`OURS`) with those by hand, by step, compute, bytes and temporary memory; *planned* compares what is compiled of
-the plan with what the plan predicts.
+Four tables: *judge* compares the plan with the best program by hand; *fsdp* is a short form of it for README.md; *ours* compares
+the programs that shardplan emits for the same shardings (`OURS`) with those by hand, by step, compute, bytes and temporary
+memory; *planned* compares what is compiled of the plan with what the plan predicts.
 
 Each program by hand is compiled in a process of its own, and all of ours of a row in another; a process may take ``--limit``
 seconds. Each result is kept in ``--json`` (``by_hand.json``) as soon as it is there, with the commit that ran. A kept result that
@@ -334,6 +334,31 @@ def judge(kept: Kept) -> list[str]:
     return lines
 
 
+SHOWN = ("vit-large", "gpt-1.3b", "moe", "gpt-7b-scan", "llama-8b", "wresnet-50-2")
+"""The rows that *fsdp* lists: a model of each kind, whose gains are no larger than those of all rows."""
+
+
+def fsdp(kept: Kept) -> list[str]:
+    """Milliseconds of FSDP by hand, of the fastest program by hand and of the plan for `SHOWN`, and the gains over all rows."""
+    lines = ["| train step | nodes x GPUs | FSDP by hand | fastest by hand | plan |", "|---|---|---:|---:|---:|"]
+    beside_fsdp, beside_fastest = list[float](), list[float]()
+    for name in [*SHOWN, *(name for name in kept if name not in SHOWN)]:
+        found, row = kept.get(name, {}), ROWS[name]
+        by_hand_s = {p: r["seconds"] for p, r in found.items() if p in HANDS and "seconds" in r and _fits(r)}
+        if "FSDP" not in by_hand_s or "seconds" not in found.get(PLAN, {}) or not _fits(found[PLAN]):
+            continue
+        seconds = (by_hand_s["FSDP"], min(by_hand_s.values()), found[PLAN]["seconds"])
+        beside_fsdp.append(seconds[2] / seconds[0])
+        beside_fastest.append(seconds[2] / seconds[1])
+        if name in SHOWN:
+            layers = f", {row.options['layers']} layers" if "layers" in row.options else ""
+            times = " | ".join(f"{s * 1e3:.1f} ms" for s in seconds)
+            lines.append(f"| {name}{layers} | {row.sizes[0]} x {row.sizes[1]} | {times} |")
+    beside = (("FSDP", beside_fsdp), ("the fastest", beside_fastest)) if beside_fsdp else ()
+    totals = (f"{1 - statistics.median(r):.1%} below {which} ({1 - max(r):.1%} to {1 - min(r):.1%})" for which, r in beside)
+    return [*lines, "", f"Over {len(beside_fsdp)} steps, the plan's time is a median of {' and '.join(totals)}."]
+
+
 def ours(kept: Kept) -> list[str]:
     """The programs that shardplan emits for the shardings by hand, over those by hand: ratios of each row, and their medians.
 
@@ -395,7 +420,7 @@ def planned(kept: Kept) -> list[str]:
     return lines
 
 
-TABLES: Mapping[str, Callable[[Kept], list[str]]] = {"judge": judge, "ours": ours, "planned": planned}
+TABLES: Mapping[str, Callable[[Kept], list[str]]] = {"judge": judge, "fsdp": fsdp, "ours": ours, "planned": planned}
 
 
 def _times_and_peak(found: Mapping[str, float]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import pytest
 
 from benchmarks import by_hand
-from benchmarks.by_hand import KEPT, PLAN, ROWS, judge, main, modelled_s, ours, planned, programs_of
+from benchmarks.by_hand import KEPT, PLAN, ROWS, SHOWN, fsdp, judge, main, modelled_s, ours, planned, programs_of
 from shardplan.cost.overlap import contended
 from shardplan.report.peak_range import OF_PREDICTED
 
@@ -53,6 +53,30 @@ def test_a_plan_that_does_not_fit_is_no_winner() -> None:
     lines = judge({FIRST: {PLAN: figures(5.0, peak=11), "FSDP": figures(10.0)}})
     assert cells(lines[2])[2] == "it does not fit"
     assert lines[3:] == ["", "1 rows have no plan, or no program by hand, that fits."]
+
+
+def test_the_short_table_has_fsdp_and_the_fastest_by_hand_and_counts_the_rows_it_leaves_out() -> None:
+    shown = {
+        PLAN: figures(9e-3),
+        "FSDP": figures(0.012),
+        "data parallel": figures(0.01),
+        "FSDP x tensor 2": figures(1e-3, peak=11),
+    }
+    lines = fsdp({SHOWN[0]: shown, FIRST: {PLAN: figures(9.0), "FSDP": figures(10.0)}, SECOND: {PLAN: figures(1.0)}})
+    assert [cells(line)[2:] for line in lines[2:-2]] == [["12.0 ms", "10.0 ms", "9.0 ms"]]
+    gains = "17.5% below FSDP (10.0% to 25.0%) and 10.0% below the fastest (10.0% to 10.0%)"
+    assert lines[-1] == f"Over 2 steps, the plan's time is a median of {gains}."
+
+
+def test_the_short_table_does_not_show_the_best_rows() -> None:
+    kept = json.loads(KEPT.read_text())
+    gains = {
+        name: 1 - found[PLAN]["seconds"] / min(r["seconds"] for p, r in found.items() if p in by_hand.HANDS and "seconds" in r)
+        for name, found in kept.items()
+    }
+    shown = [gains[name] for name in SHOWN]
+    assert median(shown) <= median(gains.values())
+    assert sum(gain < 0.01 for gain in shown) >= 2
 
 
 def test_our_program_of_a_sharding_is_divided_by_the_one_by_hand() -> None:

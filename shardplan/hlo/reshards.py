@@ -84,8 +84,8 @@ def _line_of_reader(module: Module, value: Value) -> str:
 def unforeseen(sent: Sequence[Sent], planned: Sequence[tuple[Collective, float, float]]) -> list[tuple[Sent, float]]:
     """(a collective that was not planned, how often a step runs it beyond the plan), in order.
 
-    ``planned`` are (kind, wire bytes of one execution, times). A compiled collective and a planned one are the same if they are of
-    one kind and send as much.
+    ``planned`` are (kind, wire bytes of one execution, times). A compiled collective and a planned one are the same if they are
+    of one kind and send as much.
     """
     left: dict[tuple[Collective, int], float] = {}
     for kind, wire_bytes, times in planned:

@@ -44,8 +44,8 @@ class MeasuredSharding:
     """What XLA's partitioner makes of the step with these shardings of its arguments, compiled for simulated devices.
 
     ``communication_bytes`` and ``raw_communication_bytes`` are on the wire of a device in a step, without and with what the CPU
-    compiler adds. ``collectives`` has predicted and measured bytes by kind. ``added`` are the collectives that were not predicted,
-    most bytes first, ``replicated`` the values that are gathered only to be cut again.
+    compiler adds. ``collectives`` has predicted and measured bytes by kind. ``added`` are the collectives that were not
+    predicted, most bytes first, ``replicated`` the values that are gathered only to be cut again.
     """
 
     communication_bytes: float

@@ -55,8 +55,8 @@ __all__ = [
     "later_splits",
     "planned_program",
     "sends",
-    "unbundled",
     "splits_buffer",
+    "unbundled",
     "windows",
     "with_host_copies",
 ]

@@ -20,7 +20,6 @@ from shardplan.frontend.constraints import with_constraints
 from shardplan.frontend.given_shardings import GivenShardings, from_rules, from_tree
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
-from shardplan.frontend.trace import Traced
 from shardplan.hlo.reshards import unforeseen
 from shardplan.ir import Constraint, spec_text
 from shardplan.mesh import Cluster, factors
@@ -102,7 +101,7 @@ def scored(
     cluster: ClusterLike,
     in_shardings: Any = (),
     rules: Any = (),
-    mesh: Mesh | Mapping[str, int] | None = None,
+    mesh: Mesh | Mapping[str, int] | NumberedMesh | None = None,
     measure: bool = False,
     constraints: str = "keep",
     kwargs: Mapping[str, Any] | None = None,
@@ -128,6 +127,14 @@ def scored(
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedMesh:
+    """A mesh by the numbers of its devices [sizes]; ``sizes`` are those of the axes."""
+
+    sizes: Mapping[str, int]
+    numbers: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +205,18 @@ def _axes(cluster: Cluster, mesh: Any) -> _Axes:
     if mesh is None:
         sizes = {level.name: level.size for level in cluster.levels}
         return _Axes(sizes, {n: (n,) if size > 1 else () for n, size in sizes.items()}, sizes, {})
-    sizes = {str(name): int(size) for name, size in (mesh if isinstance(mesh, Mapping) else mesh.shape).items()}
+    own = mesh.sizes if isinstance(mesh, NumberedMesh) else mesh if isinstance(mesh, Mapping) else mesh.shape
+    sizes = {str(name): int(size) for name, size in own.items()}
     count = int(np.prod(list(sizes.values())))
     if count != cluster.size:
         raise ClusterError(f"the mesh {sizes} has {count} devices, and {cluster.name!r} has {cluster.size}: give a mesh of all")
-    order = device_numbers(mesh) if isinstance(mesh, Mesh) else np.arange(count).reshape(list(sizes.values()))
+    row_major = np.arange(count).reshape(list(sizes.values()))
+    order = device_numbers(mesh) if isinstance(mesh, Mesh) else getattr(mesh, "numbers", row_major)
     found, groups = read_order(cluster, order)
     parts = {cluster.levels[n].name: tuple(f.size for f in found if f.level == n) for n in sorted({f.level for f in found})}
     over = factors(cluster, parts)
-    own = {axis: tuple(over[i].name for i in group) for axis, group in zip(sizes, groups, strict=True)}
-    return _Axes(sizes, own, {f.name: f.size for f in over}, parts)
+    named = {axis: tuple(over[i].name for i in group) for axis, group in zip(sizes, groups, strict=True)}
+    return _Axes(sizes, named, {f.name: f.size for f in over}, parts)
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from shardplan.ir import Collective
 from shardplan.plans.score import Added, Replicated
 from shardplan.verify.given import Compiled
 
-_CALLED = re.compile(r"jit\([^()]*\)|\b(?:jvp|transpose|vmap|checkpoint|rematted_computation|remat|while|body|cond|closed_call)\b")
+_CALLED = re.compile(
+    r"jit\([^()]*\)|\b(?:jvp|transpose|vmap|checkpoint|rematted_computation|remat|while|body|cond|closed_call)\b"
+)
 
 
 def added(unforeseen: Sequence[tuple[Sent, float]], paths: Sequence[str]) -> tuple[Added, ...]:

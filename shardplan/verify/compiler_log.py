@@ -1,4 +1,4 @@
-"""What XLA's compiler says on stderr while it compiles, from native code: arrays that its partitioner replicates as a last resort."""
+"""What XLA's compiler says on stderr, from native code: the arrays that its partitioner replicates as a last resort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 class LastResort:
     """An array that XLA replicates to partition it in another way ("involuntary full rematerialization").
 
-    ``dtype`` and ``dims`` are those of a device's part before, ``op_name`` and ``frame`` are JAX's name and stack frame of its op.
+    ``dtype`` and ``dims`` are those of a device's part before, ``op_name`` and ``frame`` JAX's name and stack frame of its op.
     """
 
     dtype: str
@@ -35,7 +35,8 @@ class CompilerLog:
 
 _WARNING = re.compile(
     r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (?P<before>\{.*?\}) "
-    r"(?:to|to sharding) (?P<after>\{.*?\}) (?:efficiently|without)[^%\n]*%?[\w.\-]+ = (?P<dtype>\w+)\[(?P<dims>[\d,]*)\](?P<rest>[^\n]*)"
+    r"(?:to|to sharding) (?P<after>\{.*?\}) (?:efficiently|without)"
+    r"[^%\n]*%?[\w.\-]+ = (?P<dtype>\w+)\[(?P<dims>[\d,]*)\](?P<rest>[^\n]*)"
 )
 _NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")

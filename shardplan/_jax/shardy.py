@@ -45,6 +45,9 @@ def inferred(lowered: Any, names: Sequence[str], sizes: Sequence[int]) -> list[I
         with mlir.make_ir_context(), ir.Location.unknown():
             module = ir.Module.parse(text)
             _with_shardings(ir, sdy, module, names, sizes)
+            _inline(ir, module)
+            passes.PassManager.parse("builtin.module(symbol-dce,canonicalize)").run(module.operation)
+            _open_loops(ir, sdy, module)
             passes.PassManager.parse(f"builtin.module({_PASSES})").run(module.operation)
             return list(_results(ir, module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -69,15 +72,115 @@ def _with_shardings(ir: Any, sdy: Any, module: Any, names: Sequence[str], sizes:
                 found = [ir.DictAttr.get({"sdy.sharding": ir.Attribute.parse(s)} if s else {}) for s in kept]
                 function.attributes[key] = ir.ArrayAttr.get(found)
     for op in list(_ops(ir, module)):
-        if op.name == "stablehlo.custom_call" and ir.StringAttr(op.attributes["call_target_name"]).value == "Sharding":
+        if op.name == "stablehlo.custom_call":
             one = _ONE.fullmatch(_sharding(ir, op.attributes) or "")
-            if one is not None:
-                with ir.InsertionPoint(op):
-                    constraint = sdy.ShardingConstraintOp(
-                        op.operands[0], ir.Attribute.parse(f"#sdy.sharding{one[1]}"), loc=op.location
-                    )
-                op.results[0].replace_all_uses_with(constraint.operation.results[0])
-                op.erase()
+            match ir.StringAttr(op.attributes["call_target_name"]).value:
+                case "Sharding" if one is not None:
+                    _replace(op, _constrained(ir, sdy, op, op.operands[0], one[1]))
+                case "xla.sdy.FuncResultSharding" if one is not None:
+                    _give_back(ir, op, ir.Attribute.parse(f"#sdy.sharding{one[1]}"))
+                    _replace(op, op.operands[0])
+                case _:
+                    pass
+
+
+def _inline(ir: Any, module: Any) -> None:
+    """Puts the bodies of called functions in place of the calls, as XLA does; MLIR's own pass knows no ops of StableHLO."""
+    functions = {str(f.attributes["sym_name"]): f for f in module.body.operations if f.operation.name == "func.func"}
+
+    def inline(block: Any) -> None:
+        for op in list(block.operations):
+            for region in op.operation.regions:
+                for inner in region.blocks:
+                    inline(inner)
+            if op.operation.name == "func.call":
+                callee = functions[f'"{ir.FlatSymbolRefAttr(op.attributes["callee"]).value}"'].regions[0].blocks[0]
+                inline(callee)
+                _spell_out(ir, op, callee)
+
+    inline(functions['"main"'].regions[0].blocks[0])
+
+
+def _spell_out(ir: Any, call: Any, callee: Any) -> None:
+    """Puts copies of a function's ops in place of one call of it."""
+    *body, end = list(callee.operations)
+    known = dict(zip(callee.arguments, call.operands, strict=True))
+    for op in body:
+        with ir.InsertionPoint(call):
+            copy = op.operation.clone()
+        for inner in (copy.operation, *(i for region in copy.operation.regions for b in region.blocks for i in _inside(b))):
+            for n, value in enumerate(inner.operands):
+                if value in known:
+                    inner.operands[n] = known[value]
+        known.update(zip(op.operation.results, copy.operation.results, strict=True))
+    for result, value in zip(call.operation.results, end.operation.operands, strict=True):
+        result.replace_all_uses_with(known.get(value, value))
+    call.operation.erase()
+
+
+def _constrained(ir: Any, sdy: Any, before: Any, value: Any, sharding: str) -> Any:
+    """The value under a sharding constraint, which stands before an op."""
+    with ir.InsertionPoint(before):
+        constraint = sdy.ShardingConstraintOp(value, ir.Attribute.parse(f"#sdy.sharding{sharding}"), loc=before.location)
+    return constraint.operation.results[0]
+
+
+def _replace(op: Any, value: Any) -> None:
+    op.results[0].replace_all_uses_with(value)
+    op.erase()
+
+
+def _give_back(ir: Any, op: Any, sharding: Any) -> None:
+    """Gives the function whose result an op is that result's sharding."""
+    for use in op.results[0].uses:
+        if use.owner.name == "func.return":
+            function = use.owner.parent
+            kept = [ir.DictAttr.get({}) for _ in use.owner.operands]
+            if "res_attrs" in function.attributes:
+                kept = [ir.DictAttr(own) for own in ir.ArrayAttr(function.attributes["res_attrs"])]
+            kept[use.operand_number] = ir.DictAttr.get({"sdy.sharding": sharding})
+            function.attributes["res_attrs"] = ir.ArrayAttr.get(kept)
+
+
+def _open_loops(ir: Any, sdy: Any, module: Any) -> None:
+    """Lets loops read from outside what they hand on unchanged, arguments of the step under an open constraint, as XLA does: what
+    a loop infers for its own reading does not bind the argument.
+    """
+    main = next(
+        f for f in module.body.operations if f.operation.name == "func.func" and str(f.attributes["sym_name"]) == '"main"'
+    )
+    arguments = main.regions[0].blocks[0].arguments
+    for loop in [op for op in _ops(ir, module) if op.name == "stablehlo.while"]:
+        _hand_in(loop)
+        opened: dict[int, Any] = {}
+        for op in [op for region in loop.regions for block in region.blocks for op in _inside(block)]:
+            for n, value in enumerate(op.operands):
+                at = next((i for i, argument in enumerate(arguments) if value == argument), None)
+                if at is not None:
+                    if at not in opened:
+                        rank = len(ir.RankedTensorType(value.type).shape)
+                        opened[at] = _constrained(ir, sdy, loop, value, f"<@mesh, [{', '.join(['{?}'] * rank)}]>")
+                    op.operands[n] = opened[at]
+
+
+def _hand_in(loop: Any) -> None:
+    """Replaces what a loop hands on unchanged by its value outside."""
+    blocks = [region.blocks[0] for region in loop.regions]
+    back = list(blocks[1].operations)[-1].operation.operands
+    for i, start in enumerate(list(loop.operands)):
+        if back[i] == blocks[1].arguments[i]:
+            for block in blocks:
+                block.arguments[i].replace_all_uses_with(start)
+            loop.results[i].replace_all_uses_with(start)
+
+
+def _inside(block: Any) -> Iterator[Any]:
+    """The ops of a block and of the regions in it."""
+    for op in block.operations:
+        yield op.operation
+        for region in op.operation.regions:
+            for inner in region.blocks:
+                yield from _inside(inner)
 
 
 _ONE = re.compile(r"#sdy\.sharding_per_value<\[(<.*>)\]>")

@@ -2,11 +2,11 @@
 
 ``python benchmarks/scored.py [NAME ...] [--json FILE]``
 
-A row is a model under FSDP by hand over a 2x4 cluster (`benchmarks.hand_shardings`): the largest dim of each weight that divides is
-split over all devices, as is the batch. It is scored once so, and once with one array pinned badly: its first dim over the devices
-of a node, its second over the nodes. Each is compiled for 8 simulated CPU devices; nothing is run. Bytes are those that a device
-sends in a step, without what only the CPU compiler adds (`shardplan.hlo.measure`). The last columns say at which place of the losses
-the array is named that was pinned, and what of the bytes that it adds is predicted.
+A row is a model under FSDP by hand over a 2x4 cluster (`benchmarks.hand_shardings`): the largest dim of each weight that
+divides is split over all devices, as is the batch. It is scored once so, and once with one array pinned badly: its last dim over
+the nodes, the one before over the devices of a node. Each is compiled for 8 simulated CPU devices; nothing is run. Bytes are
+those that a device sends in a step, without what only the CPU compiler adds (`shardplan.hlo.measure`). The last column says at
+which place of the losses the array is named that was pinned.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CLUSTER, SIZES = "2x4", {"data": 8}
 BOTH = ("node", "gpu")
 TRANSFORMER = {"layers": 4, "width": 256, "heads": 8, "vocabulary": 4096, "sequence": 128, "batch": 64}
 ROWS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
-    "mlp": ("mlp", {"width": 1024, "batch": 2048, "inputs": 1024}, "layer_1/kernel"),
+    "mlp": ("mlp", {"width": 1024, "batch": 2048, "inputs": 1024}, "params/layer_1/kernel"),
     "gpt": ("gpt", TRANSFORMER, "blocks/1/mlp/up/kernel"),
     "gpt, scan": ("gpt", {**TRANSFORMER, "scan": True, "remat": True}, "head/kernel"),
     "llama": ("llama", {"layers": 2, "sequence": 128, "batch": 64}, "blocks/1/mlp/up/kernel"),
     "moe": ("moe", {"layers": 2, "width": 256, "heads": 8, "vocabulary": 4096, "sequence": 128, "batch": 64}, "head/kernel"),
     "vit": ("vit", {"layers": 2, "width": 256, "heads": 8, "image": 64, "batch": 64}, "block_0/mlp/up/kernel"),
     "wresnet": ("wresnet", {"depth": 50, "width": 1, "image": 32, "batch": 64}, "head/kernel"),
-    "unet": ("unet", {"channels": 32, "image": 32, "batch": 64}, "head/kernel"),
+    "unet": ("unet", {"channels": 32, "image": 32, "batch": 64}, "up_1_0/conv_in/kernel"),
 }
 """For each row the model, its options, and the end of the path of the array that is pinned badly."""
 
@@ -50,7 +50,7 @@ def sharded(args: Any, bad: str = "") -> tuple[Any, str]:
         text = path_text(path)
         if bad and not pinned[0] and text.removesuffix("/value").endswith(bad):
             pinned[0] = text.removesuffix("/value")
-            return P("gpu", "node")
+            return P(*[None] * (x.ndim - 2), "gpu", "node")
         own = hand.weight(text, tuple(x.shape), SIZES)
         return P(*(BOTH if entry else None for entry in own))
 
@@ -84,7 +84,7 @@ def row(name: str) -> dict[str, Any]:
 def table(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The rows as a Markdown table."""
     lines = [
-        "| model | predicted MB | compiled MB | ratio | with one array pinned badly: predicted MB | compiled MB | ratio | its place |",
+        "| model | predicted MB | compiled MB | ratio | badly pinned: predicted MB | compiled MB | ratio | its place |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, cases in found.items():

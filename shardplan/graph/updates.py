@@ -25,7 +25,8 @@ def described(graph: Graph) -> dict[int, str]:
     for node in graph.nodes:
         words = [w for w in _MODULE.findall(node.op.scope) if w not in _TRANSFORMS]
         pass_ = " (backward)" if node.backward else ""
-        found.update(dict.fromkeys(node.outputs, node.op.primitive + (f" in {'/'.join(words)}" if words else "") + pass_))
+        what = node.op.primitive if node.signature.constraint is None else "sharding constraint"
+        found.update(dict.fromkeys(node.outputs, what + (f" in {'/'.join(words)}" if words else "") + pass_))
     for link in graph.links:
         for here, there in ((link.target, link.source), (link.source, link.target)):
             if here not in found and there in found:

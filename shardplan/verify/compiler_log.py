@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,6 @@ class LastResort:
     frame: int
 
 
-@dataclass(slots=True)
-class CompilerLog:
-    """What was caught, each once; filled when `caught` ends."""
-
-    last_resorts: list[LastResort] = field(default_factory=list[LastResort])
-
-
 _WARNING = re.compile(
     r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (?P<before>\{.*?\}) "
     r"(?:to|to sharding) (?P<after>\{.*?\}) (?:efficiently|without)"
@@ -43,9 +36,11 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 
 @contextlib.contextmanager
-def caught() -> Iterator[CompilerLog]:
-    """While this lasts, what native code writes on stderr is kept; afterwards all that is no such warning is written there."""
-    log = CompilerLog()
+def caught() -> Iterator[list[LastResort]]:
+    """While this lasts, what native code writes on stderr is kept. Afterwards its warnings of a last resort are in the list, each
+    once, and all else is written there.
+    """
+    log: list[LastResort] = []
     try:
         before = os.dup(2)
     except OSError:  # stderr is closed
@@ -62,7 +57,7 @@ def caught() -> Iterator[CompilerLog]:
             os.close(before)
             kept.seek(0)
             text = kept.read().decode(errors="replace")
-            log.last_resorts += dict.fromkeys(_read(m) for m in _WARNING.finditer(text))
+            log += dict.fromkeys(_read(m) for m in _WARNING.finditer(text))
             others = [line for line in text.splitlines(keepends=True) if "Involuntary full rematerialization" not in line]
             os.write(2, "".join(others).encode())
 

@@ -66,5 +66,5 @@ def compiled_as_given(
     peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
     text = compiled.as_text() or ""
     lines = frame_lines(text)
-    resorts = tuple((one, lines.get(one.frame, "")) for one in log.last_resorts)
+    resorts = tuple((one, lines.get(one.frame, "")) for one in log)
     return Compiled(measure(text), tuple(sent_by(text)), int(peak), resorts)

@@ -84,9 +84,9 @@ def test_what_was_planned_is_not_unforeseen() -> None:
 
 WARNING = (
     "W1128 07:18:23.699146    8849 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. The compiler cannot go "
-    "from sharding {mesh['node'=2,'gpu'=4], [{'node', 'gpu'}, {}]} to {mesh['node'=2,'gpu'=4], [{}, {'gpu'}]} efficiently for HLO "
-    'operation %c.0 = f32[8,64]{1,0} copy(%tanh.0), sharding={x}, metadata={op_name="jit(step)/tanh" stack_frame_id=3}. As the '
-    "last resort, SPMD will replicate the tensor\n"
+    "from sharding {mesh['node'=2,'gpu'=4], [{'node', 'gpu'}, {}]} to {mesh['node'=2,'gpu'=4], [{}, {'gpu'}]} efficiently for "
+    'HLO operation %c.0 = f32[8,64]{1,0} copy(%tanh.0), sharding={x}, metadata={op_name="jit(step)/tanh" stack_frame_id=3}. As '
+    "the last resort, SPMD will replicate the tensor\n"
 )
 
 

@@ -75,6 +75,7 @@ JAX_FILES = (
     "shell.placed_replanning",
     "shell.score",
     "shell.score_command",
+    "shell.sharding_files",
     "shell.planned_step",
     "shell.registering",
     "shell.replanning",

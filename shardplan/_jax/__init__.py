@@ -53,6 +53,7 @@ from shardplan._jax.programs import (
     text_compiler,
     weakly_typed,
 )
+from shardplan._jax.shardy import InferredOp, UnknownShardyError, inferred
 from shardplan._jax.sources import argument_names, raised_at, source_line
 
 __all__ = [
@@ -62,9 +63,11 @@ __all__ = [
     "OWN_PARAMS",
     "REFERENCES",
     "WHOLE_SHAPE",
+    "InferredOp",
     "Literal",
     "Parameters",
     "SharedTexts",
+    "UnknownShardyError",
     "absent_array",
     "argument_names",
     "array_type",
@@ -76,6 +79,7 @@ __all__ = [
     "cudnn_assumed",
     "equations",
     "explicit_axes",
+    "inferred",
     "is_outermost",
     "jaxpr_and_consts",
     "jaxpr_as_fun",

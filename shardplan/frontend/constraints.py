@@ -6,13 +6,15 @@ mesh again, which a plan's program does not run on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.errors import PinError
-from shardplan.ir import Constraint, Manual
+from shardplan.ir import Constraint, Manual, Op, Program
 
 _DEVICE_MEMORY = (None, "device", "unpinned_host")
 """Kinds of memory that are a device's own: the second is that of a CPU."""
@@ -86,6 +88,20 @@ def manual_of(eqn: Any, source: object) -> Manual:
 
     axes = tuple((str(name), int(size)) for name, size in sizes.items() if size > 1)
     return Manual(dims(params["in_specs"], eqn.invars), dims(params["out_specs"], eqn.outvars), axes)
+
+
+def with_constraints(program: Program, change: Callable[[Constraint], Constraint | None]) -> Program:
+    """A program with other constraints inside, in its bodies too; where there is None, the value is only handed on."""
+
+    def changed(op: Op) -> Op:
+        if op.bodies:
+            return replace(op, bodies=tuple(with_constraints(body, change) for body in op.bodies))
+        if "constraint" not in op.params:
+            return op
+        other = change(op.params["constraint"])
+        return replace(op, primitive="copy", params={}) if other is None else replace(op, params={"constraint": other})
+
+    return replace(program, ops=tuple(map(changed, program.ops)))
 
 
 def handed_on(eqn: Any, operand: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from shardplan.frontend.nnx_state import apart
 from shardplan.frontend.trace import path_words
 
 Words = tuple[str, ...]
+Pattern = str | re.Pattern[str]
+"""What a rule says of paths: a glob, or a regular expression that is searched in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,9 @@ def from_tree(in_shardings: Any, step: Any, args: Sequence[Any]) -> GivenShardin
 
 
 def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
-    """The shardings by rules, for each leaf the first that matches: (glob of paths, PartitionSpec); else by names that the model
-    carries, through (logical axis name, mesh axis or axes or None) as flax has them; else by the array's own NamedSharding.
+    """The shardings by rules, for each leaf the first that matches: (glob of paths, or compiled regular expression,
+    PartitionSpec); else by names that the model carries, through (logical axis name, mesh axis or axes or None) as flax has them;
+    else by the array's own NamedSharding.
 
     ``rules`` are a mapping or pairs, in their order. flax's `nn.with_partitioning` and nnx's metadata name mesh axes, and
     `nn.with_logical_partitioning` logical ones, which ``rules`` turn into mesh axes as `flax.linen.logical_to_mesh_axes` does.
@@ -98,13 +102,14 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
             sharding at all.
     """
     pairs = _pairs(rules)
-    paths = [(glob, spec_entries(f"the rule {glob!r}", spec)) for glob, spec in pairs if isinstance(spec, PartitionSpec)]
-    logical = [(name, axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
+    paths = [(p, spec_entries(f"the rule {_text(p)!r}", spec)) for p, spec in pairs if isinstance(spec, PartitionSpec)]
+    logical = [(_text(name), axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
     carried = dict(_carried(step, args, logical))
-    for glob, entries in paths:
-        if not any(fnmatch.fnmatchcase(path, glob) for path in carried):
+    for pattern, entries in paths:
+        if not any(_matches(pattern, path) for path in carried):
+            text = _text(pattern)
             raise PinError(
-                f"the rule {glob!r} = {PartitionSpec(*entries)} matches no argument{nearest(glob, list(carried))}", pins=(glob,)
+                f"the rule {text!r} = {PartitionSpec(*entries)} matches no argument{nearest(text, list(carried))}", pins=(text,)
             )
     if all(origin == "" for origin, _ in carried.values()) and (logical or not paths):
         what = (
@@ -115,18 +120,26 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
             "give in_shardings=, or rules= as {glob of paths: PartitionSpec}"
         )
     found = {
-        path: next(((f"the rule {g!r}", PartitionSpec(*e)) for g, e in paths if fnmatch.fnmatchcase(path, g)), own)
+        path: next(((f"the rule {_text(p)!r}", PartitionSpec(*e)) for p, e in paths if _matches(p, path)), own)
         for path, own in carried.items()
     }
     return _collected(found)
 
 
-def _pairs(rules: Any) -> list[tuple[str, Any]]:
+def _text(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else pattern.pattern
+
+
+def _matches(pattern: Pattern, path: str) -> bool:
+    return fnmatch.fnmatchcase(path, pattern) if isinstance(pattern, str) else pattern.search(path) is not None
+
+
+def _pairs(rules: Any) -> list[tuple[Pattern, Any]]:
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
     if isinstance(pairs, str) or not isinstance(pairs, Sequence):
         raise PinError(f"rules={rules!r}: give {{glob of paths: PartitionSpec}}, or pairs of a logical axis and a mesh axis")
     for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str | re.Pattern):
             raise PinError(f"the rule {pair!r} is no pair of a glob and a PartitionSpec, or of a logical axis and a mesh axis")
         axes = pair[1] if isinstance(pair[1], tuple | list) else (pair[1],)
         if not isinstance(pair[1], PartitionSpec) and not all(a is None or isinstance(a, str) for a in axes):
@@ -161,8 +174,10 @@ def _box_spec(box: Any, rules: Sequence[tuple[str, Any]]) -> PartitionSpec | Non
     )
     if not specs or not isinstance(specs[0], PartitionSpec):
         return None
-    known = dict(reversed(rules))
-    return PartitionSpec(*(known.get(e, e) if isinstance(e, str) else e for e in specs[0]))
+    if not any(name in dict(rules) for name in specs[0] if isinstance(name, str)):
+        return specs[0]
+    own = [(name, name) for name in specs[0] if isinstance(name, str) and name not in dict(rules)]  # axes of the mesh
+    return logical_to_mesh_axes(tuple(specs[0]), (*rules, *own))
 
 
 def _collected(found: Mapping[str, tuple[str, Any]]) -> GivenShardings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from shardplan.graph.nodes import Graph
@@ -14,6 +15,27 @@ def value_names(graph: Graph, output_paths: Sequence[str]) -> dict[int, str]:
     names = {t: f"{'gradient' if t in backward else 'update'} of {paths[i]}" for t, i in updated(graph).items()}
     names |= {t: f"result {path}" for t, path in zip(graph.outputs, output_paths, strict=True) if t >= 0}
     return names | dict(zip(graph.inputs, paths, strict=True))
+
+
+def described(graph: Graph) -> dict[int, str]:
+    """What makes each tensor, for those without a name: ``dot_general in block_0/attention``. A value that enters or leaves a
+    loop is what it is on the other side.
+    """
+    found: dict[int, str] = {}
+    for node in graph.nodes:
+        words = [w for w in _MODULE.findall(node.op.scope) if w not in _TRANSFORMS]
+        pass_ = " (backward)" if node.backward else ""
+        what = node.op.primitive if node.signature.constraint is None else "sharding constraint"
+        found.update(dict.fromkeys(node.outputs, what + (f" in {'/'.join(words)}" if words else "") + pass_))
+    for link in graph.links:
+        for here, there in ((link.target, link.source), (link.source, link.target)):
+            if here not in found and there in found:
+                found[here] = found[there]
+    return found
+
+
+_MODULE = re.compile(r"[\w.]+(?=$|[/)])")
+_TRANSFORMS = ("rematted_computation", "checkpoint", "closed_call", "while", "body", "cond", "")
 
 
 def updated(graph: Graph) -> dict[int, int]:

@@ -137,7 +137,7 @@ def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     rows = collectives_of(module)
     raw = tuple(collective for _, _, collective in rows)
     undo = Undo(module)
-    pieces = [p for c, i, collective in rows for p in _undone(undo, c, i, collective)] if undo_cpu else raw
+    pieces = [p for c, i, collective in rows for p in pieces_of(undo, c, i, collective)] if undo_cpu else raw
     kinds = {kind: _total([p for p in pieces if p.kind == kind]) for kind in KINDS if any(p.kind == kind for p in pieces)}
     return Measured(kinds, sum(t.wire_bytes for t in kinds.values()), _total(raw).wire_bytes, tuple(pieces))
 
@@ -212,7 +212,9 @@ def _groups(module: Module, instruction: HloInstruction, kind: Collective) -> Gr
     return () if text.startswith("{}") else id_lists(text)  # nobody sends
 
 
-def _undone(undo: Undo, computation: Computation, instruction: HloInstruction, collective: HloCollective) -> list[HloCollective]:
+def pieces_of(
+    undo: Undo, computation: Computation, instruction: HloInstruction, collective: HloCollective
+) -> list[HloCollective]:
     """The parts of one collective, one or two for each operand; parts of the same kind and group size are merged."""
     shapes = operand_shapes(computation, instruction, collective.kind)
     pieces: list[HloCollective] = []

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardplan.errors import HloError
+from shardplan.hlo.lines import frame_lines
 
 # Bits of one element; the many forms of f8 and f4 are matched by prefix.
 _BITS = {
@@ -116,6 +117,11 @@ class HloInstruction:
         """The name stack of the source operation, empty where there is none."""
         return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
 
+    @property
+    def frame(self) -> int:
+        """The number of the stack frame that it comes from; 0 for none."""
+        return int(self.attribute(r"stack_frame_id=(\d+)") or 0)
+
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """The (role, computation) of each call; a role is ``calls``, ``to_apply``, ``body``, ``condition`` or ``branch``."""
@@ -173,12 +179,13 @@ class RunCount:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A parsed module."""
+    """A parsed module. ``lines`` are the user's lines of its stack frames, by number: ``file:line (function)``."""
 
     computations: Mapping[str, Computation]
     entry: str
     num_partitions: int
     replica_count: int
+    lines: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @property
     def num_devices(self) -> int:
@@ -257,7 +264,7 @@ def parse_module(text: str) -> Module:
             entry = match.group(2) if match.group(1) else entry
     if not entry:
         raise HloError("no ENTRY computation: pass the text of compiled.as_text()", line=1, text=text.partition("\n")[0])
-    return Module(computations, entry, _count(header, "num_partitions"), _count(header, "replica_count"))
+    return Module(computations, entry, _count(header, "num_partitions"), _count(header, "replica_count"), frame_lines(text))
 
 
 def _count(header: str, key: str) -> int:

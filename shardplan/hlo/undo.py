@@ -97,6 +97,10 @@ class Undo:
         even = all(len(c) == ways and set(c.values()) == {size // ways} for c in counts)
         return ways if even and size % ways == 0 else 1
 
+    def cut_again(self, gathered: Value) -> bool:
+        """Whether every reader of a gathered value cuts it into pieces that differ between devices."""
+        return bool(self._slices(gathered, gathered.instruction.leaves[-1]))
+
     def _result(self, computation: Computation, at: HloInstruction, number: int) -> Value:
         """The result that belongs to an operand."""
         return Value(computation, at, number if len(at.operands) > 1 else None)

@@ -10,7 +10,7 @@ from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost import TIME, objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
-from shardplan.graph.updates import value_names
+from shardplan.graph.updates import described, value_names
 from shardplan.ir import Backend, Choices, Program
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Argument, Baseline, PlanData
@@ -66,12 +66,13 @@ def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Se
 
 
 def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedCollective, ...]:
-    """Every collective of one step, in the order of the program, with the names of its tensors (`value_names`).
+    """Every collective of one step, in the order of the program, with the names of its tensors (`value_names`, `described`).
 
     They are those of the schedule (``run``), or, without one, those that the search priced.
     """
     graph, decisions, factors = session.graph, session.decisions, session.problem.factors
-    paths = value_names(graph, session.program.output_paths)
+    names = value_names(graph, session.program.output_paths)
+    all_names = described(graph) | names
     return tuple(
         PlannedCollective(
             i.step.kind.hlo,
@@ -80,11 +81,11 @@ def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedColl
             tuple(factors[f].name for f in i.step.factors),
             i.times,
             i.seconds,
-            paths.get(i.tensor, f"value {i.tensor}") + (f" and {len(i.along)} more" if i.along else ""),
+            all_names.get(i.tensor, f"value {i.tensor}") + (f" and {len(i.along)} more" if i.along else ""),
             str(i.source),
             i.step.program,
             i.hideable_s,
-            tuple(paths.get(tensor, str(line)) for tensor, line in i.along),
+            tuple(names.get(tensor, str(line)) for tensor, line in i.along),
         )
         for i in (decisions if run is None else run).issued
     )

@@ -8,7 +8,7 @@ not know which dims of its weights a model names ``mlp`` or ``heads``: such weig
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData
@@ -57,17 +57,16 @@ def replicas(plan: PlanData) -> tuple[str, ...]:
 
 def _sizes(plan: PlanData) -> dict[str, tuple[int, int]]:
     """The devices of each purpose, between nodes and inside one."""
-    rows, between = plan.matrix, _between_nodes(plan)
+    rows, between = plan.matrix, between_nodes(plan.cluster.level_names)
     found: dict[str, tuple[int, int]] = dict.fromkeys(AXES, (1, 1))
     for purpose, row in zip(rows["axes"], rows["factors"], strict=True):
         found[purpose] = math.prod(row[:between]), math.prod(row[between:])
     return found
 
 
-def _between_nodes(plan: PlanData) -> int:
-    """How many levels, from the slowest on, are between nodes."""
-    names = plan.cluster.level_names
-    return next((n + 1 for n, name in enumerate(names) if name in _NODES), len(names) - 1)
+def between_nodes(levels: Sequence[str]) -> int:
+    """How many levels, given by their names from the slowest on, are between nodes."""
+    return next((n + 1 for n, name in enumerate(levels) if name in _NODES), len(levels) - 1)
 
 
 def _mesh_text(plan: PlanData) -> str:

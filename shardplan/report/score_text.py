@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from shardplan.plans.score import Score
+from collections.abc import Sequence
+
+from shardplan.plans.score import MeasuredSharding, Score
 from shardplan.report.paths import grouped
 from shardplan.report.tables import seconds, size, table
 
 _ROWS = 12
 """The most rows of a table of losses or collectives; JSON has all."""
+_SHARE = 0.95
+"""The rows of a table stand for this part of its sum; what is left is one row."""
 
 
 def score_text(score: Score, *, title: str) -> str:
     """The whole score."""
-    mesh = ", ".join(f"{name}={n}" for name, n in score.axes.items())
-    lines = [f"Your sharding of {title} over {mesh}", "", _verdict(score), _remarks(score), "", _figures(score)]
+    mesh = ", ".join(f"{name}={n}" for name, n in score.axes.items() if n > 1)
+    lines = [f"Your sharding of {title} over {mesh or 'one device'}", "", _verdict(score), _remarks(score), "", _figures(score)]
     if score.measured is not None:
-        lines += ["", "Bytes by kind of collective, a device and step:", "", _kinds(score)]
+        lines += ["", "Bytes by kind of collective, a device and step:", "", _kinds(score.measured)]
+        lines += ["", _replicated(score.measured), "", _added(score.measured)]
     return "\n".join([*lines, "", _losses(score), "", _unasked(score)])
 
 
@@ -27,7 +32,7 @@ def _verdict(score: Score) -> str:
 
 
 def _remarks(score: Score) -> str:
-    """What does not fit, what is replicated, and how the rest of the step is priced."""
+    """What does not fit, what is replicated, and what the rest of the step is priced by."""
     lines = (
         []
         if score.fits
@@ -39,9 +44,10 @@ def _remarks(score: Score) -> str:
         count = len(score.replicated)
         some = f"{count} arguments without a spec lie" if count > 1 else "One argument without a spec lies"
         lines.append(f"{some} whole on every device: {named}{', ...' if len(patterns) > 3 else ''}.")
-    return "\n".join(
-        [*lines, "The arguments lie as you say; all else is as good as it can be with them, so XLA may do worse (--measure)."]
-    )
+    if score.constraints == "ignore":
+        lines.append("The step's own sharding constraints are left out.")
+    inside = "as XLA's partitioner infers from that" if score.inferred else "as is best with them, so XLA may do worse"
+    return "\n".join([*lines, f"The arguments lie as you say, all other values {inside}."])
 
 
 def _figures(score: Score) -> str:
@@ -49,17 +55,57 @@ def _figures(score: Score) -> str:
         ["yours", seconds(score.step_time_s), size(score.communication_bytes), size(score.peak_bytes)],
         ["the plan", seconds(score.plan_s), size(score.plan_communication_bytes), size(score.plan_peak_bytes)],
     ]
+    if score.best_s < score.step_time_s:
+        best: list[object] = [
+            "yours, with the best layouts inside",
+            seconds(score.best_s),
+            size(score.best_communication_bytes),
+            None,
+        ]
+        rows.insert(1, best)
     if score.measured is not None:
-        rows.append(
-            ["yours, as XLA compiles it", None, size(score.measured.communication_bytes), size(score.measured.peak_bytes)]
-        )
+        sent, peak = score.measured.communication_bytes, score.measured.peak_bytes
+        rows.insert(1, ["yours, as XLA compiles it", None, size(sent), size(peak)])
     return table(["", "step", "sent", "peak memory"], rows)
 
 
-def _kinds(score: Score) -> str:
-    assert score.measured is not None
-    rows = [[kind, size(row["predicted"]), size(row["measured"])] for kind, row in score.measured.collectives.items()]
+def _kinds(measured: MeasuredSharding) -> str:
+    rows = [[kind, size(row["predicted"]), size(row["measured"])] for kind, row in measured.collectives.items()]
     return table(["kind", "predicted", "measured"], rows)
+
+
+def _replicated(measured: MeasuredSharding) -> str:
+    if not measured.replicated:
+        return "XLA gathers no value whole only to cut it again."
+    rows = [
+        [row.tensor, row.before or None, row.after or None, size(row.bytes), "yes" if row.involuntary else "no", row.source]
+        for row in measured.replicated
+    ]
+    heading = "Values that XLA gathers whole on every device, and then cuts in another way:\n\n"
+    columns = ["value", "from", "to", "bytes", "XLA's last resort", "at"]
+    return heading + table(columns, rows[:_ROWS]) + _left(rows)
+
+
+def _added(measured: MeasuredSharding) -> str:
+    least = (1 - _SHARE) / _ROWS * measured.communication_bytes
+    found = [row for row in measured.added if row.bytes > least]
+    if not found:
+        return "XLA adds no collective that counts to those that were predicted."
+    rows = [[row.kind.value, size(row.bytes), row.tensor, row.source] for row in found]
+    heading = "Collectives that XLA adds to those that were predicted:\n\n"
+    return heading + table(["kind", "bytes", "moves", "at"], rows[:_ROWS]) + _left(rows)
+
+
+def _left(rows: Sequence[object]) -> str:
+    return f"\n... and {len(rows) - _ROWS} more rows (--json has all)" if len(rows) > _ROWS else ""
+
+
+def _shown(amounts: Sequence[float]) -> int:
+    """How many rows, largest first, make up `_SHARE` of a sum: at most `_ROWS`, and all if one alone would be left."""
+    total = sum(amounts)
+    enough = next((n for n in range(len(amounts)) if sum(amounts[:n]) >= _SHARE * total), len(amounts))
+    shown = min(enough, _ROWS)
+    return len(amounts) if shown == len(amounts) - 1 else shown
 
 
 def _losses(score: Score) -> str:
@@ -69,10 +115,22 @@ def _losses(score: Score) -> str:
         loss.path: (loss.given, loss.instead, seconds(loss.seconds), size(loss.bytes), loss.source, len(loss.together))
         for loss in score.losses
     }
-    rows = [[_with_others(g.pattern, attributes[g.paths[0]][-1]), *attributes[g.paths[0]][:-1]] for g in grouped(attributes)]
-    more = f"\n... and {len(rows) - _ROWS} more rows (--json has all)" if len(rows) > _ROWS else ""
-    heading = "What a step gains if only this argument is sharded differently (gains do not add up):\n\n"
-    return heading + table(["argument", "yours", "instead", "gains", "sends less", "most of it at"], rows[:_ROWS]) + more
+    own = {loss.path: loss for loss in score.losses}
+    groups = grouped(attributes)
+    order = sorted(groups, key=lambda g: -sum(own[p].seconds for p in g.paths))
+    gains = [sum(own[p].seconds for p in g.paths) for g in order]
+    rows: list[list[object]] = [
+        [_with_others(g.pattern, attributes[g.paths[0]][-1]), *attributes[g.paths[0]][:-1]] for g in order
+    ]
+    shown = _shown(gains)
+    if rest := order[shown:]:
+        fewer = sum(own[p].bytes for g in rest for p in g.paths)
+        count = sum(len(g.paths) for g in rest)
+        rows[shown:] = [[f"{count} others, together", None, None, seconds(sum(gains[shown:])), size(fewer), None]]
+    heading = (
+        "What a step gains if only this argument is sharded differently, with the best layouts inside (gains do not add up):\n\n"
+    )
+    return heading + table(["argument", "yours", "instead", "gains", "sends less", "most of it at"], rows)
 
 
 def _with_others(pattern: str, count: int) -> str:
@@ -82,7 +140,12 @@ def _with_others(pattern: str, count: int) -> str:
 def _unasked(score: Score) -> str:
     if not score.unasked:
         return "It issues no collective that the plan does not have."
-    rows = [[row.kind.value, size(row.bytes), seconds(row.seconds), row.tensor, row.source] for row in score.unasked]
-    more = f"\n... and {len(rows) - _ROWS} more rows (--json has all)" if len(rows) > _ROWS else ""
+    rows: list[list[object]] = [
+        [row.kind.value, size(row.bytes), seconds(row.seconds), row.tensor, row.source] for row in score.unasked
+    ]
+    shown = _shown([row.bytes for row in score.unasked])
+    if rest := score.unasked[shown:]:
+        left = size(sum(row.bytes for row in rest)), seconds(sum(row.seconds for row in rest))
+        rows[shown:] = [[f"{len(rest)} others", *left, None, None]]
     heading = "Collectives that the plan does not have, or has fewer of:\n\n"
-    return heading + table(["kind", "bytes", "seconds", "moves", "at"], rows[:_ROWS]) + more
+    return heading + table(["kind", "bytes", "seconds", "moves", "at"], rows)

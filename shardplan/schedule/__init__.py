@@ -27,7 +27,7 @@ from shardplan.schedule.instructions import (
 )
 from shardplan.schedule.movement_windows import windows
 from shardplan.schedule.planned import PlannedProgram, planned_program
-from shardplan.schedule.sends import issued, sends
+from shardplan.schedule.sends import issued, sends, unbundled
 from shardplan.schedule.spelling import Ends, build
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "planned_program",
     "sends",
     "splits_buffer",
+    "unbundled",
     "windows",
     "with_host_copies",
 ]

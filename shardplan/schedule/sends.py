@@ -38,6 +38,7 @@ from shardplan.schedule.instructions import (
     Schedule,
     While,
     blocks_of,
+    with_blocks,
 )
 from shardplan.schedule.planned import PlannedProgram
 
@@ -56,6 +57,16 @@ def issued(schedule: Schedule, planned: PlannedProgram, windows: Mapping[int, fl
     ``windows`` are those of `shardplan.schedule.movement_windows`; without them nothing is hideable.
     """
     return tuple(_Reader(planned, branches=False, windows=windows or {}).block(schedule.body, 1.0))
+
+
+def unbundled(schedule: Schedule, planned: PlannedProgram) -> tuple[Issued, ...]:
+    """`issued` as if nothing travelled together: a collective for each value."""
+
+    def alone(block: Block) -> Block:
+        parts = [i.moves if isinstance(i, Bundle) else (with_blocks(i, alone),) for i in block.instructions]
+        return replace(block, instructions=tuple(itertools.chain.from_iterable(parts)))
+
+    return issued(replace(schedule, body=alone(schedule.body)), planned)
 
 
 def issuer(planned: PlannedProgram) -> Callable[[Instruction], tuple[Issued, ...]]:

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import glob
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan import _jax
+from shardplan.collectives.issued import PlannedCollective
+from shardplan.emit.inference import UnconstrainedEmitter, inferred_layouts
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest
 from shardplan.frontend.argnums import positions
+from shardplan.frontend.constraints import with_constraints
 from shardplan.frontend.given_shardings import GivenShardings, from_rules, from_tree
 from shardplan.frontend.keywords import as_positional
-from shardplan.ir import spec_text
+from shardplan.frontend.nnx_state import trace_step
+from shardplan.hlo.reshards import unforeseen
+from shardplan.ir import Constraint, spec_text
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.devices import device_numbers
 from shardplan.mesh.factoring import read_order
 from shardplan.planning.losses import losses, unasked
+from shardplan.planning.partitioned import partitioned
+from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.score import MeasuredSharding, Score
+from shardplan.plans.summary import collectives_of
+from shardplan.schedule import unbundled
 from shardplan.search.inference.anytime import Part, best_of
+from shardplan.search.session import Session
 from shardplan.shell.api import checked_observer
 from shardplan.shell.api import plan as plan_step
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.plan_of_step import Plan
+from shardplan.shell.score_of_xla import added, replicated
+from shardplan.verify.given import compiled_as_given, flat_step
+from shardplan.verify.stand_ins import stand_ins
+from shardplan.verify.verify import by_kind
+
+_log = logging.getLogger("shardplan")
 
 _NO_LIMIT = 2**62
 """More bytes than any device has."""
@@ -44,6 +62,7 @@ def score(
     rules: Any = (),
     mesh: Mesh | Mapping[str, int] | None = None,
     measure: bool = False,
+    constraints: str = "keep",
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Score:
@@ -63,6 +82,8 @@ def score(
             the levels of the cluster.
         measure: Also compile the step with these shardings for devices that are here (simulated ones will do), and count what
             XLA's partitioner sends.
+        constraints: "keep" the step's own sharding constraints, in the sharding and in the plan; or "ignore" them, which leaves
+            both free inside the step.
         kwargs: Arguments that the step takes by name.
         options: Options of `shardplan.plan`, for the plan and the score: memory_limit, donate_argnums, time_budget_s (of the plan
             alone), observer, replicate, one_choice, backend, time_model.
@@ -73,6 +94,7 @@ def score(
         MemoryLimitError: if no plan fits.
     """
     said = {"in_shardings": in_shardings, "rules": rules, "mesh": mesh, "measure": measure, "kwargs": kwargs}
+    said["constraints"] = constraints
     return scored(step, *args, cluster=cluster, **said, **options)[0]
 
 
@@ -82,8 +104,9 @@ def scored(
     cluster: ClusterLike,
     in_shardings: Any = (),
     rules: Any = (),
-    mesh: Mesh | Mapping[str, int] | None = None,
+    mesh: Mesh | Mapping[str, int] | NumberedMesh | None = None,
     measure: bool = False,
+    constraints: str = "keep",
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Score, Plan]:
@@ -92,18 +115,33 @@ def scored(
         raise ShardplanError(f"score has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     if in_shardings != () and rules != ():
         raise PinError("in_shardings= and rules= cannot be given together: each says how all arguments lie")
+    if constraints not in ("keep", "ignore"):
+        raise ShardplanError(f"unsupported constraints={constraints!r}: use 'keep', or 'ignore' to leave them out")
     options["donate_argnums"] = positions(options.get("donate_argnums", ()), len(args), "donate_argnums")
     step, args = as_positional(step, args, kwargs)
     given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
     axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
     observer = checked_observer(options.pop("observer", None))
-    mine = _priced(step, args, cluster, given, axes, {**options, "observer": Part(observer, 0.0, 0.5, "your sharding")})
+    traced = trace_step(step, args, options["donate_argnums"])
+    traced = replace(traced, program=with_constraints(traced.program, lambda c: axes.named(c) if constraints == "keep" else None))
+    first = {"traced": traced, "observer": Part(observer, 0.0, 0.5, "your sharding")}
+    mine = _priced(step, args, cluster, given, axes, {**options, **first})
     best_of(observer)(math.inf, 0.0)
-    plan = plan_step(step, *args, cluster=cluster, traced=mine.traced, observer=Part(observer, 0.5, 1.0, "the plan"), **options)
-    return _score(plan, mine, given, axes, measure=measure), plan
+    over = {"factors": axes.parts} if axes.parts and mine.graph.placed else {}  # the axes that constraints name
+    second = {"traced": traced, "observer": Part(observer, 0.5, 1.0, "the plan")}
+    plan = plan_step(step, *args, cluster=cluster, **second, **over, **options)
+    return _score(plan, mine, given, axes, constraints, measure=measure), plan
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedMesh:
+    """A mesh by the numbers of its devices [sizes]; ``sizes`` are those of the axes."""
+
+    sizes: Mapping[str, int]
+    numbers: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +153,7 @@ class _Axes:
 
     sizes: Mapping[str, int]
     factors: Mapping[str, tuple[str, ...]]
+    factor_sizes: Mapping[str, int]
     parts: Mapping[str, tuple[int, ...]]
 
     def over_factors(self, what: str, entries: Sequence[Any]) -> PartitionSpec:
@@ -127,6 +166,17 @@ class _Axes:
                 f"{what} = {spec_text(entries)} names an unknown axis {unknown!r}; the mesh has {has}{self._near(unknown)}"
             )
         return PartitionSpec(*(tuple(f for axis in dim for f in self.factors[axis]) or None for dim in wanted))
+
+    def named(self, constraint: Constraint) -> Constraint:
+        """A constraint inside the step, over the names of factors; axes that the mesh lacks, or has in another size, stay."""
+        own = {name for name, size in constraint.axes if self.sizes.get(name) == size}
+
+        def over(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f for axis in axes for f in (self.factors[axis] if axis in own else (axis,)))
+
+        sizes = [(name, size) for name, size in constraint.axes if name not in own]
+        sizes += [(f, self.factor_sizes[f]) for name, _ in constraint.axes if name in own for f in self.factors[name]]
+        return Constraint(tuple(None if dim is None else over(dim) for dim in constraint.dims), tuple(sizes))
 
     def _near(self, axis: str) -> str:
         return nearest(axis, list(self.factors)) or ": other axes need mesh="
@@ -161,16 +211,19 @@ def _axes(cluster: Cluster, mesh: Any) -> _Axes:
     """
     if mesh is None:
         sizes = {level.name: level.size for level in cluster.levels}
-        return _Axes(sizes, {n: (n,) if size > 1 else () for n, size in sizes.items()}, {})
-    sizes = {str(name): int(size) for name, size in (mesh if isinstance(mesh, Mapping) else mesh.shape).items()}
+        return _Axes(sizes, {n: (n,) if size > 1 else () for n, size in sizes.items()}, sizes, {})
+    own = mesh.sizes if isinstance(mesh, NumberedMesh) else mesh if isinstance(mesh, Mapping) else mesh.shape
+    sizes = {str(name): int(size) for name, size in own.items()}
     count = int(np.prod(list(sizes.values())))
     if count != cluster.size:
         raise ClusterError(f"the mesh {sizes} has {count} devices, and {cluster.name!r} has {cluster.size}: give a mesh of all")
-    order = device_numbers(mesh) if isinstance(mesh, Mesh) else np.arange(count).reshape(list(sizes.values()))
+    row_major = np.arange(count).reshape(list(sizes.values()))
+    order = device_numbers(mesh) if isinstance(mesh, Mesh) else getattr(mesh, "numbers", row_major)
     found, groups = read_order(cluster, order)
     parts = {cluster.levels[n].name: tuple(f.size for f in found if f.level == n) for n in sorted({f.level for f in found})}
-    names = [f.name for f in factors(cluster, parts)]
-    return _Axes(sizes, {axis: tuple(names[i] for i in own) for axis, own in zip(sizes, groups, strict=True)}, parts)
+    over = factors(cluster, parts)
+    named = {axis: tuple(over[i].name for i in group) for axis, group in zip(sizes, groups, strict=True)}
+    return _Axes(sizes, named, {f.name: f.size for f in over}, parts)
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------
@@ -204,35 +257,71 @@ def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike,
         return plan_step(step, *args, cluster=cluster, **{**options, "memory_limit": _NO_LIMIT})
 
 
-def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, *, measure: bool) -> Score:
-    names = axes.names(mine)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The user's sharding with all else as XLA's partitioner infers it; as is best where it does not tell (``inferred``)."""
+
+    session: Session
+    run: Scheduled
+    inferred: bool
+
+    @classmethod
+    def of(cls, mine: Plan) -> _Step:
+        """For the plan in which all arguments lie as given."""
+        with stand_ins(mine.traced.program):
+            try:
+                layouts = inferred_layouts(mine.planned, mine.traced, mine.flat_in_specs)
+            except _jax.UnknownShardyError as error:
+                _log.warning("what XLA's partitioner infers is unknown with this JAX (%s): the best layouts are priced", error)
+                return cls(mine.session, scheduled(mine.session), inferred=False)
+        session = partitioned(mine.session, layouts)
+        return cls(session, scheduled(session), inferred=True)
+
+
+def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constraints: str, *, measure: bool) -> Score:
+    own = _Step.of(mine)
+    collectives, peak = collectives_of(own.session, own.run), own.session.solution.peak_bytes
+    best = min((mine.step_time_s, mine.communication_bytes), (own.run.step_time_s, own.run.communication_bytes))
     return Score(
-        step_time_s=mine.step_time_s,
+        step_time_s=own.run.step_time_s,
         plan_s=plan.step_time_s,
-        communication_bytes=mine.communication_bytes,
+        communication_bytes=own.run.communication_bytes,
         plan_communication_bytes=plan.communication_bytes,
-        peak_bytes=mine.peak_bytes,
+        best_s=best[0],
+        best_communication_bytes=best[1],
+        peak_bytes=peak,
         plan_peak_bytes=plan.peak_bytes,
         memory_limit=plan.memory_limit,
-        fits=mine.peak_bytes <= plan.memory_limit,
-        losses=losses(mine.session, names),
-        unasked=unasked(mine.collectives, plan.collectives),
+        fits=peak <= plan.memory_limit,
+        losses=losses(mine.session, axes.names(mine)),
+        unasked=unasked(collectives, plan.collectives),
         axes=dict(axes.sizes),
         in_specs={path: spec_text(entries) for path, entries in given.entries.items()},
         replicated=given.replicated,
-        measured=_measured(mine) if measure else None,
+        constraints=constraints,
+        inferred=own.inferred,
+        measured=_measured(mine, own, collectives, constraints) if measure else None,
     )
 
 
-def _measured(mine: Plan) -> MeasuredSharding:
+def _measured(mine: Plan, own: _Step, collectives: Sequence[PlannedCollective], constraints: str) -> MeasuredSharding:
     """What XLA makes of the step on devices that are here."""
-    from shardplan.verify.given import compiled_as_given
-    from shardplan.verify.verify import by_kind
-
-    sent, peak = compiled_as_given(
-        mine.step, mine.traced, mine.flat_in_specs, mine.mesh(), mine.donate_argnums, mine.donated_leaves
-    )
+    traced, mesh = mine.traced, mine.mesh()
+    if constraints == "keep":
+        flat = flat_step(mine.step, traced, mine.donate_argnums)
+    else:  # the user's function has its constraints inside
+        flat = UnconstrainedEmitter(mine.planned, mesh)
+    made = compiled_as_given(flat, traced, mine.flat_in_specs, mesh, mine.donated_leaves)
+    paths = traced.program.input_paths
     kinds = {
-        kind: {"predicted": row.predicted, "measured": row.measured} for kind, row in by_kind(mine.collectives, sent).items()
+        kind: {"predicted": row.predicted, "measured": row.measured} for kind, row in by_kind(collectives, made.sent).items()
     }
-    return MeasuredSharding(sent.wire_bytes, sent.raw_wire_bytes, peak, kinds)
+    planned = [(i.step.kind.hlo, i.wire_bytes, i.times) for i in unbundled(own.run.schedule, own.run.planned)]
+    return MeasuredSharding(
+        communication_bytes=made.sent.wire_bytes,
+        raw_communication_bytes=made.sent.raw_wire_bytes,
+        peak_bytes=made.peak_bytes,
+        collectives=kinds,
+        added=added(unforeseen(made.each, planned), paths),
+        replicated=replicated(made, paths),
+    )

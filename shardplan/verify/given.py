@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,27 +11,60 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.frontend.nnx_state import Pure
 from shardplan.frontend.trace import Traced
+from shardplan.hlo.lines import frame_lines
 from shardplan.hlo.meter import Measured, measure
+from shardplan.hlo.reshards import Sent, sent_by
+from shardplan.verify.compiler_log import LastResort, caught
 from shardplan.verify.stand_ins import stand_ins
 
+_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+"""Each collective stays one instruction, with the line of its own op."""
 
-def compiled_as_given(
-    step: Any, traced: Traced, specs: Sequence[PartitionSpec], mesh: Mesh, donate_argnums: Sequence[int], donated: Sequence[int]
-) -> tuple[Measured, int]:
-    """The collectives of ``jax.jit(step, in_shardings=...)`` and its peak bytes on one device; nothing is run.
 
-    ``specs`` are those of the leaves, ``donated`` the leaves of the arguments ``donate_argnums``. State comes back in the
-    sharding of the argument that it replaces. XLA's partitioner chooses the rest.
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled step: what it sends, as a whole and one by one, its peak bytes on a device, and the arrays that XLA replicates
+    as a last resort, each with its source line.
     """
-    pure, shardings = Pure(step, donate_argnums), [NamedSharding(mesh, spec) for spec in specs]
+
+    sent: Measured
+    each: tuple[Sent, ...]
+    peak_bytes: int
+    last_resorts: tuple[tuple[LastResort, str], ...]
+
+
+def flat_step(step: Any, traced: Traced, donate_argnums: Sequence[int]) -> Callable[..., list[Any]]:
+    """The step on flat leaves, with flat results."""
+    pure = Pure(step, donate_argnums)
 
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(pure(*jax.tree.unflatten(traced.in_tree, leaves)))
 
+    return flat
+
+
+def compiled_as_given(
+    flat: Callable[..., list[Any]], traced: Traced, specs: Sequence[PartitionSpec], mesh: Mesh, donated: Sequence[int]
+) -> Compiled:
+    """The program of ``jax.jit(flat, in_shardings=...)``; nothing is run.
+
+    ``specs`` are those of the leaves, ``donated`` the leaves that are donated. State comes back in the sharding of the argument
+    that it replaces. XLA's partitioner chooses the rest.
+    """
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+
+    def run(*leaves: Any) -> list[Any]:
+        return flat(*leaves)
+
     out = [None if i is None else shardings[i] for i in traced.program.feedback]
-    jitted = jax.jit(flat, in_shardings=shardings, out_shardings=out, donate_argnums=tuple(donated), keep_unused=True)
+    jitted = jax.jit(run, in_shardings=shardings, out_shardings=out, donate_argnums=tuple(donated), keep_unused=True)
     with stand_ins(traced.program, mesh.devices.ravel().tolist()):
-        compiled = jitted.lower(*traced.in_shapes).compile()
+        lowered = jitted.lower(*traced.in_shapes)
+        with caught() as log:
+            compiled = lowered.compile(compiler_options=_OPTIONS if mesh.devices.flat[0].platform == "cpu" else None)
     held: Any = compiled.memory_analysis()
     peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
-    return measure(compiled.as_text() or ""), int(peak)
+    text = compiled.as_text() or ""
+    lines = frame_lines(text)
+    resorts = tuple((one, lines.get(one.frame, "")) for one in log)
+    return Compiled(measure(text), tuple(sent_by(text)), int(peak), resorts)

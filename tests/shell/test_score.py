@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp
 from shardplan.errors import ClusterError, PinError, ShardplanError
-from shardplan.shell.cli import main
 
 WIDE = {"width": 1024, "batch": 2048, "inputs": 1024}
 BOTH = ("node", "gpu")
@@ -275,96 +272,6 @@ def test_odd_sizes_are_priced_whole() -> None:
         shardplan.score(step, *args, cluster="2x4", in_shardings=(P("node"), P()))
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_the_command_prints_the_score_as_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (files / "rules.json").write_text(json.dumps({"batch/*": "P(('node', 'gpu'))", "*kernel": ["gpu", None]}))
-    argv = ["score", "models.mlp:train_step", "--cluster", "2x4", "--rules", "rules.json", "--measure", "--json"]
-    assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() >= {"step_time_s", "plan_s", "communication_bytes", "peak_bytes", "fits", "losses", "unasked"}
-    assert all(row.keys() >= {"path", "source", "seconds", "bytes", "instead"} for row in found["losses"])
-    assert all(row.keys() >= {"kind", "bytes", "source"} for row in found["unasked"])
-    measured = found["measured"]
-    assert measured["communication_bytes"] > 0
-    assert measured["communication_bytes"] == pytest.approx(sum(row["measured"] for row in measured["collectives"].values()))
-    assert found["communication_bytes"] == pytest.approx(sum(row["predicted"] for row in measured["collectives"].values()))
-
-
-def test_what_plan_prints_is_a_file_of_specs(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = ["models.mlp:train_step", "--cluster", "2x4", "--set", "width=512", "--set", "batch=512"]
-    assert main(["plan", *target, "--factors", "gpu=2x2", "--json"]) == 0
-    printed = capsys.readouterr().out
-    (files / "plan.json").write_text(printed)
-    assert main(["score", *target, "--specs", "plan.json", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step_time_s"] == pytest.approx(json.loads(printed)["step_time_s"])
-    assert found["axes"] == {"node": 2, "gpu0": 2, "gpu1": 2}
-
-
-def test_the_score_is_saved_as_a_page(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (files / "rules.json").write_text(json.dumps({"*kernel": "P('gpu')"}))
-    argv = ["score", "models.mlp:train_step", "--cluster", "2x2", "--set", "width=512", "--rules", "rules.json", "--html"]
-    assert main([*argv, "plan.html"]) == 0
-    assert capsys.readouterr().out.endswith("page in plan.html\n")
-    page = (files / "plan.html").read_text()
-    own = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])["own"]
-    assert own["specs"]
-    assert set(own["specs"].values()) <= {"P('gpu')", "P()"}
-    assert main([*argv, "rules.json"]) == 2
-    assert "which --rules reads" in capsys.readouterr().err
-
-
-def test_the_report_names_the_losses(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (files / "rules.toml").write_text('"batch/*" = "P(\'data\')"\n"*kernel" = "P(None, \'tensor\')"\n')
-    argv = ["score", "models.mlp:train_step", "--cluster", "2x4", "--rules", "rules.toml", "--mesh", "data=2,tensor=4"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "over data=2, tensor=4" in out
-    assert "times as long as under the plan" in out
-    assert "What a step gains if only this argument is sharded differently" in out
-    assert "Collectives that the plan does not have" in out
-    assert "without a spec lie whole on every device: state/optimizer/0/count" in out
-
-
-FILES = [
-    ("s.json", "{", "s.json: is not JSON"),
-    ("s.json", "[1]", "s.json: this is no object of specs"),
-    ("s.json", "{}", "s.json: it has no specs"),
-    ("s.json", '{"batch/inputs": 3}', "s.json: batch/inputs: 3 is no spec"),
-    ("s.json", '{"batch/inputs": "P(3)"}', "s.json: batch/inputs: 'P(3)' is not a PartitionSpec"),
-    ("s.json", '{"batch/inputs": "P(\'gpux\')"}', "s.json: the rule 'batch/inputs' = P('gpux') names an unknown axis 'gpux'"),
-    (
-        "s.json",
-        '{"batch/input": "P()"}',
-        "s.json: the rule 'batch/input' = PartitionSpec() matches no argument (nearest: batch/inputs",
-    ),
-    ("s.json", '{"batch/inputs": "P()", "batch/inputs": "P()"}', "s.json: batch/inputs: has two specs"),
-    ("s.json", '{"in_specs": {"batch/inputs": "P()"}, "axes": 3}', "s.json: axes: 3"),
-    ("s.toml", "a = ", "s.toml: is not TOML"),
-    ("none.json", None, "none.json: cannot be read"),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "part"), FILES, ids=[part for _, _, part in FILES])
-def test_a_malformed_file_is_one_line_and_exit_two(
-    files: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, part: str
-) -> None:
-    if text is not None:
-        (files / name).write_text(text)
-    assert main(["score", "models.mlp:train_step", "--cluster", "2x4", "--specs", name]) == 2
-    err = capsys.readouterr().err.strip().splitlines()
-    assert len(err) == 1
-    assert part.replace("PartitionSpec()", str(P())) in err[0]
-
-
 def test_arguments_by_name_are_scored() -> None:
     def step(w: jax.Array, *, x: jax.Array) -> jax.Array:
         return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -374,12 +281,3 @@ def test_arguments_by_name_are_scored() -> None:
     assert found.in_specs["x"] == "P(('node', 'gpu'))"
     alone = shardplan.score(lambda w, x: step(w, x=x), w, x, cluster="2x4", rules={"x": P(BOTH)}, donate_argnums=0)
     assert (found.step_time_s, found.peak_bytes) == (alone.step_time_s, alone.peak_bytes)
-
-
-def test_exported_rules_are_told_from_rules_of_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "rules.yml"
-    file.write_text('mesh: {"gpu": 8}\nrules:\n- ["^w$", ["gpu"]]\n')
-    assert main(["score", "models.mlp:train_step", "--cluster", "8", "--rules", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert "rules.yml: YAML is not read: the rules that export writes have regular expressions" in said
-    assert said.count("\n") == 1

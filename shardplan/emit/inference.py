@@ -1,0 +1,142 @@
+"""The layouts that XLA's partitioner infers for the values of a step from the shardings of its arguments.
+
+The step is lowered without a plan's constraints, with each op in a named scope of its own, and Shardy's propagation, which XLA
+runs before it partitions, says where each result lies. Nothing is compiled, and no devices are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from shardplan import _jax
+from shardplan.cost import Network
+from shardplan.emit.walk import Walk
+from shardplan.frontend.trace import Traced
+from shardplan.graph import Graph
+from shardplan.ir import Constraint, Layout, Manual
+from shardplan.schedule import Compute, Fill, Move, PlannedProgram, Schedule, While
+from shardplan.schedule.spelling import spelled_out
+
+
+class UnconstrainedEmitter(Walk):
+    """The ops of a step on whole arrays, under the step's own sharding constraints alone.
+
+    With ``named``, each op stands in a named scope, and a function that the step itself runs on each device (`jax.shard_map`) is
+    left out: values with the layouts of its operands and results take its place.
+    """
+
+    def __init__(self, planned: PlannedProgram, mesh: Any, *, named: bool = False) -> None:
+        self.planned, self.mesh, self.named = planned, mesh, named
+        self.axes = level_axes(planned)
+        self.schedule: Schedule = spelled_out(planned)[0]
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """The step on flat arguments; flat results."""
+        with _jax.on_mesh(self.mesh) if hasattr(self.mesh, "abstract_mesh") else jax.sharding.use_abstract_mesh(self.mesh):
+            return self.block(self.schedule.body, flat, {})
+
+    def compute(self, compute: Compute, inputs: Sequence[Any]) -> list[Any]:
+        """An op's results."""
+        node, signature = compute.node, compute.node.signature
+        with jax.named_scope(f"{_SCOPE}{node.id}") if self.named else contextlib.nullcontext():
+            if self.named and signature.manual is not None:
+                return self.manual(compute, inputs, signature.manual)
+            made = self.bound(compute, inputs)
+            if signature.constraint is not None:
+                made = [lax.with_sharding_constraint(made[0], NamedSharding(self.mesh, self.spec(signature.constraint)))]
+        return made[: len(node.outputs)]
+
+    def bound(self, compute: Compute, inputs: Sequence[Any]) -> list[Any]:
+        """The results of an op's primitive."""
+        op = compute.node.op
+        params = op.handle.params if "manual" not in op.params else {**op.handle.params, "mesh": self.mesh}
+        with _jax.settings_of(op.handle):
+            return list(_jax.bound(op.handle, list(inputs), params))
+
+    def manual(self, compute: Compute, inputs: Sequence[Any], manual: Manual) -> list[Any]:
+        """Values in the layouts of a `jax.shard_map`'s results, behind its operands in theirs."""
+        tensors = [self.planned.graph.tensors[t] for t in compute.node.outputs]
+        zeros = [jax.numpy.zeros(t.shape, t.dtype) for t in tensors]
+        ins = [self.laid(x, dims) for x, dims in zip(inputs, manual.ins, strict=True)]
+        made = lax.optimization_barrier([*ins, *zeros])[len(ins) :]
+        return [self.laid(x, dims) for x, dims in zip(made, manual.outs, strict=True)]
+
+    def laid(self, x: Any, dims: Sequence[Sequence[str]]) -> Any:
+        """A value whose dims are split over these axes."""
+        spec = PartitionSpec(*(tuple(dim) or None for dim in dims))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if np.ndim(x) else x
+
+    def spec(self, constraint: Constraint) -> PartitionSpec:
+        """The PartitionSpec of a constraint over the mesh."""
+        dims = [None if d is None else tuple(axis for name in d for axis in self.axes[name]) for d in constraint.dims]
+        return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d is None else d or None for d in dims))
+
+    def move(self, x: Any, move: Move, extreme: Any) -> Any:
+        """The value itself."""
+        return x
+
+    def zeros(self, fill: Fill) -> Any:
+        """Zeros."""
+        tensor = self.planned.graph.tensors[fill.tensor]
+        return jax.numpy.zeros(fill.shape, tensor.dtype)
+
+    def chosen(self, on: Any, x: Any, otherwise: Any, loop: While, carry: int) -> Any:
+        """A selection along the leading dims of a value."""
+        return lax.select(jax.numpy.broadcast_to(on.reshape(on.shape + (1,) * (np.ndim(x) - on.ndim)), np.shape(x)), x, otherwise)
+
+
+_SCOPE = "inferred_op"
+_NUMBER = re.compile(rf"{_SCOPE}(\d+)")
+
+
+def level_axes(planned: PlannedProgram) -> dict[str, tuple[str, ...]]:
+    """The axes of a plan's mesh by the names that constraints use: those of its factors, and of whole levels."""
+    network = planned.programs.resharder.network
+    assert isinstance(network, Network)
+    cluster, levels = network.cluster, dict[str, tuple[str, ...]]()
+    for factor in planned.factors:
+        name = cluster.levels[factor.level].name
+        levels[name] = (*levels.get(name, ()), factor.name)
+    return levels | {name: (name,) for name in planned.names}
+
+
+def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[PartitionSpec]) -> dict[int, Layout]:
+    """The layouts of the graph's tensors, by number, as XLA infers them from the ``specs`` of the step's leaves.
+
+    State comes back as it went in. Tensors of ops that XLA lowers to nothing, or lays out in parts of axes, are left out.
+
+    Raises:
+        UnknownShardyError: if this JAX does not tell.
+    """
+    mesh = AbstractMesh(planned.sizes, planned.names, axis_types=(AxisType.Auto,) * len(planned.sizes))
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    out = [None if i is None else shardings[i] for i in traced.program.feedback]
+    emit = UnconstrainedEmitter(planned, mesh, named=True)
+    jitted = jax.jit(emit, in_shardings=shardings, out_shardings=out, keep_unused=True)
+    lowered = jitted.trace(*traced.in_shapes).lower(lowering_platforms=("cpu",))
+    return _by_tensor(_jax.inferred(lowered, planned.names, planned.sizes), planned.graph, planned.names)
+
+
+def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str]) -> dict[int, Layout]:
+    """The layouts by tensor; the last op of a node's scope with its results' shapes makes them."""
+    found: dict[int, Layout] = {}
+    for op in ops:
+        numbers = _NUMBER.findall(op.location)
+        if not numbers:
+            continue
+        outputs = graph.nodes[int(numbers[-1])].outputs
+        if [graph.tensors[t].shape for t in outputs] != [shape for shape, _ in op.results]:
+            continue
+        for t, (_, axes) in zip(outputs, op.results, strict=True):
+            found.pop(t, None)
+            if axes is not None:
+                found[t] = Layout(tuple(tuple(names.index(axis) for axis in dim) for dim in axes))
+    return found

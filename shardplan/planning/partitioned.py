@@ -1,0 +1,116 @@
+"""A sharding of the arguments, priced with the layouts that another partitioner gives to all other values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from shardplan.graph.nodes import Node
+from shardplan.ir import Layout, Partial, Split
+from shardplan.search.coarsening.coarsen import FREE, coarsen
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.composite_strategies import Cuts
+from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.pricing import Limits
+from shardplan.search.problem.problem import Domain, Problem
+from shardplan.search.session import Session
+from shardplan.search.strategy.pins import for_pins, pinned_domains
+
+
+def partitioned(session: Session, layouts: Mapping[int, Layout]) -> Session:
+    """The session in which the values inside the step have these ``layouts``, by tensor, wherever its pins leave a choice.
+
+    Tensors that share a variable have the layout that most of their bytes have. An op is cut only as its operands or results are:
+    a partitioner computes whole what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which
+    a partitioner knows nothing.
+    """
+    own = session.problem
+    coarse = coarsen(session.graph, "none")
+    problem = Problem(session.graph, coarse, own.cluster, own.factors, objective=own.objective, like=own, company=own.company)
+    problem = for_pins(problem, session.pins)
+    free = pinned_domains(problem, session.pins)
+    domains = _held(problem, free, layouts)
+    solver = Solver(problem, memory.liveness(problem, session.donated))
+    cuts = {n: _cuts(problem, problem.graph.nodes[n], domains) for n in problem.coarse.joins}
+    domains = _scattered(problem, cuts, free, domains)
+    solution, _ = solver.minimum("given", domains, limits=Limits(cuts))
+    return replace(session, problem=problem, solution=solution, bound=None, extractor=Extractor.of(problem))
+
+
+def _held(problem: Problem, domains: Sequence[Domain], layouts: Mapping[int, Layout]) -> list[Domain]:
+    """The domains, each cut down to the state that most bytes of its variable have among those that it contains."""
+    votes: dict[int, Counter[int]] = {}
+    numbers: dict[tuple[int, tuple[int, ...]], dict[Layout, int]] = {}
+    for t, layout in layouts.items():
+        v, tensor = problem.coarse.of[t], problem.graph.tensors[t]
+        if v == FREE:
+            continue
+        if (v, tensor.shape) not in numbers:
+            numbers[v, tensor.shape] = {problem.resharder.layout(tensor.shape, s): s for s in domains[v]}
+        state = numbers[v, tensor.shape].get(layout)
+        if state is not None:
+            votes.setdefault(v, Counter())[state] += tensor.nbytes
+    return [(votes[v].most_common(1)[0][0],) if v in votes else domain for v, domain in enumerate(domains)]
+
+
+def _scattered(problem: Problem, cuts: Mapping[int, Cuts], free: Sequence[Domain], domains: Sequence[Domain]) -> list[Domain]:
+    """The domains, in which a sum over devices may be left split over them: where its readers split it, compilers turn the
+    all-reduce and the slices into a reduce-scatter.
+    """
+    result = list(domains)
+    for n, own in cuts.items():
+        node = problem.graph.nodes[n]
+        over = {f for f, loops in enumerate(own) for loop in loops if loop >= 0 and _reduces(problem, node, loop, f)}
+        for t in node.outputs:
+            v = problem.coarse.of[t]
+            if over and v != FREE and len(domains[v]) == 1:
+                shape = problem.coarse.variables[v].shape
+                inferred = problem.resharder.layout(shape, domains[v][0])
+                states = [s for s in free[v] if _refines(problem.resharder.layout(shape, s), inferred, over)]
+                result[v] = tuple(sorted({*domains[v], *result[v], *states}))
+    return result
+
+
+def _reduces(problem: Problem, node: Node, loop: int, f: int) -> bool:
+    """Whether cutting a loop of an op over a factor leaves terms of a sum."""
+    strategy = node.signature.cut(loop, problem.sizes[f])
+    return strategy is not None and any(isinstance(p, Partial) for p in strategy.results)
+
+
+def _refines(layout: Layout, inferred: Layout, over: Collection[int]) -> bool:
+    """Whether a layout splits as the inferred one does, and further over these factors alone."""
+    rows = zip(layout.dims, inferred.dims, strict=True)
+    return not layout.partial and all(set(b) <= set(a) and set(a) - set(b) <= set(over) for a, b in rows)
+
+
+def _cuts(problem: Problem, node: Node, domains: Sequence[Domain]) -> Cuts:
+    """For each factor the loops of an op that may be cut over it: those along which it splits all that they index, if any; else
+    those along which it splits a result; else those along which it splits an operand, or none (-1).
+    """
+    signature, description = node.signature, node.signature.description
+    sides = (*((t, False, i) for i, t in enumerate(node.inputs) if t >= 0), *((t, True, r) for r, t in enumerate(node.outputs)))
+    split: list[set[tuple[bool, int, int]]] = [set() for _ in problem.sizes]
+    for t, result, index in sides:
+        v = problem.coarse.of[t]
+        if v != FREE:
+            layout = problem.resharder.layout(problem.graph.tensors[t].shape, domains[v][0])
+            for d, factors in enumerate(layout.dims):
+                for f in factors:
+                    split[f].add((result, index, d))
+
+    def splits(f: int, loop: int) -> list[tuple[bool, bool]]:
+        """(whether it is a result, whether the factor splits it there) for each operand and result that the loop indexes."""
+        strategy = signature.cut(loop, problem.sizes[f])
+        placed = () if strategy is None else (*enumerate(strategy.operands), *enumerate(strategy.results))
+        count = 0 if strategy is None else len(strategy.operands)
+        return [(n >= count, (n >= count, i, p.dim) in split[f]) for n, (i, p) in enumerate(placed) if isinstance(p, Split)]
+
+    def may(f: int) -> frozenset[int]:
+        found = {loop: splits(f, loop) for loop in range(0 if description is None else len(description.loops))}
+        agreed = frozenset(loop for loop, own in found.items() if own and all(cut for _, cut in own))
+        given = frozenset(loop for loop, own in found.items() if (True, True) in own)
+        return agreed or given or frozenset({-1, *(loop for loop, own in found.items() if any(cut for _, cut in own))})
+
+    return tuple(may(f) for f in range(len(problem.sizes)))

@@ -1,0 +1,79 @@
+"""What XLA's compiler says on stderr, from native code: the arrays that its partitioner replicates as a last resort."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LastResort:
+    """An array that XLA replicates to partition it in another way ("involuntary full rematerialization").
+
+    ``dtype`` and ``dims`` are those of a device's part before, ``op_name`` and ``frame`` JAX's name and stack frame of its op.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    before: str
+    after: str
+    op_name: str
+    frame: int
+
+
+_WARNING = re.compile(
+    r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (?P<before>\{.*?\}) "
+    r"(?:to|to sharding) (?P<after>\{.*?\}) (?:efficiently|without)"
+    r"[^%\n]*%?[\w.\-]+ = (?P<dtype>\w+)\[(?P<dims>[\d,]*)\](?P<rest>[^\n]*)"
+)
+_NAME = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[list[LastResort]]:
+    """While this lasts, what native code writes on stderr is kept. Afterwards its warnings of a last resort are in the list, each
+    once, and all else is written there.
+    """
+    log: list[LastResort] = []
+    try:
+        before = os.dup(2)
+    except OSError:  # stderr is closed
+        yield log
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield log
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            text = kept.read().decode(errors="replace")
+            log += dict.fromkeys(_read(m) for m in _WARNING.finditer(text))
+            others = [line for line in text.splitlines(keepends=True) if "Involuntary full rematerialization" not in line]
+            os.write(2, "".join(others).encode())
+
+
+def _read(found: re.Match[str]) -> LastResort:
+    name, frame = _NAME.search(found["rest"]), _FRAME.search(found["rest"])
+    dims = tuple(int(n) for n in found["dims"].split(",") if n)
+    own = name[1] if name else "", int(frame[1]) if frame else 0
+    return LastResort(found["dtype"], dims, _spec(found["before"]), _spec(found["after"]), *own)
+
+
+def _spec(sharding: str) -> str:
+    """``{mesh['node'=2,'gpu'=4], [{'node', 'gpu'}, {}]}`` -> ``P(('node', 'gpu'), None)``; other forms as they are."""
+    dims = re.search(r"\], \[(.*)\]", sharding)
+    if dims is None:
+        return sharding
+    entries = [re.findall(r"'([^']+)'", dim) for dim in re.findall(r"\{([^}]*)\}", dims[1])]
+    texts = ["None" if not e else repr(e[0]) if len(e) == 1 else repr(tuple(e)) for e in entries]
+    return f"P({', '.join(texts)})"

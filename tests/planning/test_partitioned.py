@@ -1,0 +1,75 @@
+"""What XLA's partitioner infers, priced."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan import _jax
+from shardplan.emit.inference import inferred_layouts
+from shardplan.ir import Layout
+from shardplan.planning.partitioned import partitioned
+from shardplan.planning.scheduled import scheduled
+
+
+def step(w: jax.Array, x: jax.Array) -> jax.Array:
+    """One layer."""
+    return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+ARGUMENTS = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((1024, 256), "float32")
+BOTH = ("node", "gpu")
+
+
+@pytest.fixture(scope="module")
+def plan() -> shardplan.Plan:
+    """Both arguments split along their first dim."""
+    return shardplan.plan(step, *ARGUMENTS, cluster="2x4", pins={"*": P(BOTH)}, factors={})
+
+
+def test_products_of_a_split_batch_are_split_along_the_batch(plan: shardplan.Plan) -> None:
+    layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    made = {node.op.primitive: node.outputs[0] for node in plan.graph.nodes}
+    assert layouts[made["tanh"]] == Layout(((0, 1), ()))
+    assert layouts[made["sub"]] == Layout(((0, 1), ()))
+
+
+def test_a_step_is_priced_with_the_layouts_that_it_is_given(plan: shardplan.Plan) -> None:
+    """The weight is gathered, its gradient reduced and scattered."""
+    layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    found = partitioned(plan.session, layouts)
+    run = scheduled(found)
+    weight = 256 * 256 * 4
+    assert sorted(i.step.kind for i in run.issued) == ["all-gather", "reduce-scatter"]
+    assert run.communication_bytes == pytest.approx(2 * weight * 7 / 8)
+    whole = {t: Layout.whole(len(layout.dims)) for t, layout in layouts.items()}
+    other = scheduled(partitioned(plan.session, whole))
+    assert other.communication_bytes > run.communication_bytes
+
+
+def test_loops_are_inferred_with_their_bodies_and_calls() -> None:
+    """A scan's body is a function that is called, and hands weights on unchanged."""
+
+    def looped(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    shapes = jax.ShapeDtypeStruct((3, 64, 64), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+    plan = shardplan.plan(looped, *shapes, cluster="2x4", pins={"w": P(), "x": P(BOTH)}, factors={})
+    layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    made = {node.op.primitive: node.outputs[0] for node in plan.graph.nodes}
+    assert layouts[made["dot_general"]] == layouts[made["tanh"]] == Layout(((0, 1), ()))
+
+
+def test_a_jax_without_the_passes_is_told(plan: shardplan.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan._jax.shardy._PASSES", "no-such-pass")
+    with pytest.raises(_jax.UnknownShardyError):
+        inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    found = shardplan.score(step, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH))
+    assert not found.inferred
+    assert found.step_time_s == found.best_s

@@ -1,0 +1,116 @@
+"""What XLA's partitioner makes of a sharding that the user wrote: foreseen, and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from models import gpt, mlp
+from shardplan.errors import PinError, ShardplanError
+from shardplan.report.score_text import score_text
+from tests.shell.test_score import BOTH, fsdp
+
+
+@pytest.mark.parametrize("model", [mlp, pytest.param(gpt, marks=pytest.mark.slow)], ids=["mlp", "gpt"])
+def test_predicted_bytes_are_those_that_xla_compiles(model: Any) -> None:
+    step, args = model.train_step()
+    found = shardplan.score(step, *args, cluster="2x4", in_shardings=fsdp(args), measure=True, donate_argnums=0)
+    assert found.inferred
+    assert found.measured is not None
+    assert found.measured.communication_bytes == pytest.approx(found.communication_bytes, rel=0.02)
+    for row in found.measured.collectives.values():
+        assert row["measured"] == pytest.approx(row["predicted"], rel=0.02, abs=64)
+    assert sum(row.bytes for row in found.measured.added) <= 0.02 * found.communication_bytes
+
+
+@pytest.mark.slow
+def test_what_xla_makes_of_a_loop_over_layers_is_foreseen() -> None:
+    """Under FSDP without constraints inside, XLA splits the activations of a scan by features, and adds up every layer's."""
+    step, args = gpt.train_step(scan=True, layers=4, width=256, heads=8, sequence=128, batch=64)
+    found = shardplan.score(step, *args, cluster="2x4", in_shardings=fsdp(args), measure=True, donate_argnums=0)
+    assert found.measured is not None
+    assert found.communication_bytes > 5 * found.best_communication_bytes
+    assert found.measured.communication_bytes == pytest.approx(found.communication_bytes, rel=0.3)
+    assert any(row.kind == "all-reduce" and "attention" in row.tensor and "gpt.py" in row.source for row in found.unasked)
+
+
+def placing(*spec: Any, names: tuple[str, str] = ("node", "gpu")) -> Callable[..., Any]:
+    """A step whose hidden values lie by ``spec`` over a mesh of 2x4 devices."""
+    mesh = AbstractMesh((2, 4), names, axis_types=(AxisType.Auto,) * 2)
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), NamedSharding(mesh, P(*spec)))
+            return jnp.mean(y**2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    return step
+
+
+def line(source: str) -> str:
+    """The text of a source line."""
+    file, number, *_ = source.replace(" ", ":").split(":")
+    return Path(file).read_text().splitlines()[int(number) - 1]
+
+
+PLACED = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((4096, 512), "float32")
+
+
+def test_constraints_inside_are_kept_or_ignored() -> None:
+    step = placing(None, "gpu")
+    kept, freed = (
+        shardplan.score(step, *PLACED, cluster="2x4", in_shardings=(P(), P(BOTH)), measure=True, constraints=how)
+        for how in ("keep", "ignore")
+    )
+    assert freed.step_time_s < kept.step_time_s
+    assert freed.plan_s <= kept.plan_s
+    for found in (kept, freed):
+        assert found.measured is not None
+        assert found.measured.communication_bytes == pytest.approx(found.communication_bytes, rel=0.02)
+    assert {row.kind for row in freed.unasked} == {"all-reduce"}
+    assert any(row.kind == "all-gather" and "with_sharding_constraint" in line(row.source) for row in kept.unasked)
+    with pytest.raises(ShardplanError, match="unsupported constraints='drop'"):
+        shardplan.score(step, *PLACED, cluster="2x4", in_shardings=P(), constraints="drop")
+
+
+def test_constraints_name_the_axes_of_the_given_mesh() -> None:
+    own = shardplan.score(
+        placing(None, "model", names=("data", "model")), *PLACED, cluster="2x4", in_shardings=P(), mesh={"data": 2, "model": 4}
+    )
+    levels = shardplan.score(placing(None, "gpu"), *PLACED, cluster="2x4", in_shardings=P())
+    assert own.step_time_s == levels.step_time_s
+    with pytest.raises(PinError, match="the axis 'model' of size 4"):
+        shardplan.score(placing(None, "model", names=("data", "model")), *PLACED, cluster="2x4", in_shardings=P())
+
+
+def test_a_value_that_xla_replicates_to_cut_it_again_is_told_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """XLA's own warning on stderr, "involuntary full rematerialization", is caught and not printed."""
+    mesh = AbstractMesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
+
+    def step(w: Any, x: Any) -> Any:
+        y = jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, P(BOTH)))
+        z = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P(None, "gpu", "node")))
+        return jnp.sum(z * w)
+
+    cube = jax.ShapeDtypeStruct((64, 64, 64), "float32")
+    found = shardplan.score(step, cube, cube, cluster="2x4", in_shardings=(P(None, "gpu", "node"), P(BOTH)), measure=True)
+    assert found.measured is not None
+    (row,) = found.measured.replicated
+    assert row.involuntary
+    assert (row.before, row.after) == ("P(('node', 'gpu'), None, None)", "P(None, 'gpu', 'node')")
+    assert Path(__file__).name in row.source
+    assert row.bytes == pytest.approx(64**3 * 4 * 7 / 8)
+    assert "rematerialization" not in capfd.readouterr().err
+    assert any(one.kind == "all-gather" and one.source == row.source for one in found.measured.added)
+    text = score_text(found, title="a step")
+    assert "Values that XLA gathers whole on every device, and then cuts in another way" in text
+    assert row.source in text

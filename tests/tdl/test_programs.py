@@ -69,7 +69,7 @@ def test_a_program_cut_wherever_it_can_be_runs_as_it_does_whole(program: Callabl
     plan = shardplan.plan(step, *args, cluster=eager)
     uses = plan.session.decisions.uses.values()
     assert sum(any(loop >= 0 for loop in use.loops) for use in uses) > 0.8 * len(uses), "too little is cut to prove anything"
-    found = verify_plan(plan, step, args)
+    found = verify_plan(plan, step, args, reference="unequal")
     assert found.passed, found
 
 
@@ -78,5 +78,5 @@ def test_a_program_cut_wherever_it_can_be_runs_as_it_does_whole(program: Callabl
 def test_a_program_planned_for_gpus_runs_as_it_does_whole(program: Callable[[], Program]) -> None:
     step, args = program()
     plan = shardplan.plan(step, *args, cluster="2x4")
-    found = verify_plan(plan, step, args)
+    found = verify_plan(plan, step, args, reference="unequal")
     assert found.passed, found

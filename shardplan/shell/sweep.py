@@ -221,37 +221,70 @@ def _price(price: Mapping[str, float], given: ClusterLike, cluster: Cluster) -> 
 
 
 def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], observer: Observer) -> tuple[dict[int, Point], str]:
-    """(the points by their places, the argument that counts their samples). An interrupt ends it early.
-
-    The plan under a larger memory limit is the plan under a smaller one too if it fits there.
-    """
-    done, looser = dict[int, Point](), dict[tuple[int, ...], Point]()
-    samples, traced_for, made = "", None, None
+    """(the points by their places, the argument that counts their samples). An interrupt ends it early."""
+    done, samples = dict[int, Point](), ""
+    parts = iter([_part(observer, n, len(rows)) for n in range(len(rows))])
     try:
-        for n, row in enumerate(rows):
-            if row.step != traced_for:
-                _part(observer, n, len(rows))("tracing", 0.0)
-                traced_for, made = row.step, _step(factory, name, row)
-            if not isinstance(made, _Step):
-                done[row.place] = Point(row.settings, row.cluster.size, error=made)
-                continue
-            samples = samples or (made.samples.path if made.samples else "")
-            known = looser.get(row.plan)
-            if known is not None and (known.peak_bytes or 0) <= row.limit_bytes:
-                done[row.place] = replace(known, settings=row.settings, limit_bytes=row.limit_bytes)
-                continue
-            part = _part(observer, n, len(rows))
-            point = done[row.place] = _point(made, row, part)
-            if point.fits and not point.stopped:
-                looser[row.plan] = point
-            if point.stopped == "interrupted":
-                break
-            if point.remedy and "remat" not in row.settings and row.planning.get("remat", "none") == "none":
-                done[row.place] = replace(point, remedy=f"{point.remedy}; {_recomputed(made, row, part)}")
+        for _, group in itertools.groupby(rows, key=lambda row: row.step):
+            own = [(row, next(parts)) for row in group]
+            first, part = own[0]
+            part("tracing", 0.0)
+            made = _step(factory, name, first)
+            if isinstance(made, _Step):
+                samples = samples or (made.samples.path if made.samples else "")
+                _plan_points(made, own, done)
+            else:
+                done.update({row.place: Point(row.settings, row.cluster.size, error=made) for row, _ in own})
     except KeyboardInterrupt:
         if not done:
             raise
     return done, samples
+
+
+def _plan_points(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> None:
+    """Adds the points of one step, each with its observer, to those that are done; the largest memory limits come first.
+
+    The plan under a larger limit is the plan under a smaller one too if it fits there. Where nothing fits, nothing fits less.
+
+    Raises:
+        KeyboardInterrupt: if the search of a point was interrupted.
+    """
+    looser = dict[tuple[int, ...], Point]()
+    for row, part in rows:
+        known = looser.get(row.plan)
+        if known is not None and not (known.fits and (known.peak_bytes or 0) > row.limit_bytes):
+            done[row.place] = replace(known, settings=row.settings, limit_bytes=row.limit_bytes)
+            continue
+        best_of(part)(math.inf, 0.0)
+        point = done[row.place] = _point(made, row, part)
+        if point.stopped == "interrupted":
+            raise KeyboardInterrupt
+        searched = not point.stopped if point.fits else bool(point.remedy) and row.planning.get("time_budget_s") is None
+        if searched:
+            looser[row.plan] = point
+    unfit = [(row, part) for row, part in rows if done[row.place].remedy and _may_recompute(row)]
+    for _, group in itertools.groupby(sorted(unfit, key=lambda own: own[0].plan), key=lambda own: own[0].plan):
+        _advise(made, list(group), done)
+
+
+def _may_recompute(row: _Row) -> bool:
+    """Whether the sweep itself says nothing on recomputation."""
+    return "remat" not in row.settings and row.planning.get("remat", "none") == "none"
+
+
+def _advise(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> None:
+    """Says what computing activations again would do for points that do not fit and differ only in the memory limit, found by
+    planning so under the smallest limit: what fits there fits under the others.
+    """
+    least, part = min(rows, key=lambda own: own[0].limit_bytes)
+    advice, needed = _recomputed(made, least, part)
+    for row, _ in rows:
+        own = advice
+        if needed is not None and row.limit_bytes >= needed:
+            own = "with remat=auto it fits"
+        elif needed is None and row is not least:
+            own = advice.replace("(step ", "(step at most ")
+        done[row.place] = replace(done[row.place], remedy=f"{done[row.place].remedy}; {own}")
 
 
 def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
@@ -266,8 +299,7 @@ def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
 
 
 def _part(observer: Observer, place: int, total: int) -> Observer:
-    """An observer of one of ``total`` points, which has no plan yet."""
-    best_of(observer)(math.inf, 0.0)
+    """An observer of one of ``total`` points."""
     return Part(observer, place / total, (place + 1) / total, f"point {place + 1} of {total}")
 
 
@@ -293,15 +325,17 @@ def _point(made: _Step, row: _Row, observer: Observer) -> Point:
     return replace(point, step_time_s=planned.step_time_s, peak_bytes=planned.peak_bytes, stopped=planned.stopped)
 
 
-def _recomputed(made: _Step, row: _Row, observer: Observer) -> str:
-    """What computing activations again would do for a point that does not fit, found by planning so."""
+def _recomputed(made: _Step, row: _Row, observer: Observer) -> tuple[str, int | None]:
+    """(what computing activations again does for a point that does not fit, the bytes that it needs where it does not fit so)."""
     try:
         planned = plan(made.step, *made.args, observer=observer, traced=made.traced, **{**row.planning, "remat": "auto"})
     except MemoryLimitError as error:
-        return f"with remat=auto it needs {sufficient_limit(error.smallest_bytes)}"
+        return f"with remat=auto it needs {sufficient_limit(error.smallest_bytes)}", error.smallest_bytes
     except ShardplanError as error:
-        return f"it cannot have remat=auto: {_line(error)}"
-    return f"with remat=auto it fits (step {seconds(planned.step_time_s)}, {size_text(planned.peak_bytes)})"
+        return f"it cannot have remat=auto: {_line(error)}", None
+    if planned.stopped == "interrupted":
+        raise KeyboardInterrupt
+    return f"with remat=auto it fits (step {seconds(planned.step_time_s)}, {size_text(planned.peak_bytes)})", None
 
 
 def _neighbours(point: Point, points: Sequence[Point]) -> str:

@@ -96,6 +96,39 @@ def test_points_of_one_step_share_a_trace_and_a_plan_that_fits_a_smaller_limit(m
     assert [p.step_time_s for p in made.points[:2]] == [p.step_time_s for p in made.points[2:]]
 
 
+def test_points_under_which_nothing_fits_share_a_search_and_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, plan = list[tuple[Any, Any]](), swept.plan
+    monkeypatch.setattr(swept, "plan", lambda *a, **k: plans.append((k["memory_limit"], k.get("remat"))) or plan(*a, **k))
+    made = shardplan.sweep(_factory, vary={"memory": ["4KiB", "1GiB", "5KiB", "6KiB"]}, cluster="2x2", options={"width": 32})
+    assert plans == [("1GiB", None), ("6KiB", None), ("4KiB", "auto")]
+    assert [p.fits for p in made.points] == [False, True, False, False]
+    small, _, middle, large = made.points
+    assert {small.peak_bytes, middle.peak_bytes} == {large.peak_bytes}
+    assert all("with remat=auto it needs" in str(p.remedy) for p in (small, middle, large))
+
+
+def test_what_fits_with_recomputation_under_the_smallest_limit_fits_under_the_others() -> None:
+    def factory() -> Any:
+        def step(weights: Any, x: Any) -> Any:
+            def loss(weights: Any) -> Any:
+                y = x
+                for weight in weights:
+                    y = jnp.tanh(y @ weight)
+                return jnp.mean(y)
+
+            return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+        floats = jax.ShapeDtypeStruct
+        return step, ([floats((64, 64), "float32")] * 12, floats((4096, 64), "float32"))
+
+    alone = shardplan.plan(factory()[0], *factory()[1], cluster="1x2")
+    less = [int(alone.peak_bytes * part) for part in (0.7, 0.6)]
+    made = shardplan.sweep(factory, vary={"memory": less}, cluster="1x2")
+    more, few = (str(p.remedy) for p in made.points)
+    assert "with remat=auto it fits (step " in few
+    assert few.partition("fits (step ")[2] == more.partition("fits (step at most ")[2]
+
+
 def test_a_point_that_does_not_fit_says_what_would(run: Run) -> None:
     words = ["--cluster", "1x2", "--vary", "memory=4KiB,1GiB"]
     code, text, _ = run(*MLP, *words, "--json")

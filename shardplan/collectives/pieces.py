@@ -92,5 +92,5 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    """The block of an array of this shape that JAX names by slices; the slices of a key's words, which come last, are left out."""
+    """The block of an array of this shape that JAX names by slices, without the last slices, those of a key's words."""
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=False))

@@ -1,9 +1,9 @@
 """The best programs of a collective, those that take a level apart included, and how they lie on the factors.
 
-A ring of n devices passes messages n - 1 times; rings over two divisors, n = a b, do so only a + b - 2 times, for a launch more.
-So a level of many devices is worth taking apart for few bytes: 72 as 8 x 9. The text of such a program says so first:
-``gpu=8x9: (gpu.0, Parallel(root), AllReduce) ...``. Neither the text nor the price depends on the factors that a plan cuts the
-level into: neighbouring factors that a collective runs over are joined before the level is taken apart.
+A ring of n devices passes messages n - 1 times. Rings over two divisors, n = a b, pass them only a + b - 2 times, at the price
+of one more launch. So a level of many devices is worth taking apart for few bytes: 72 as 8 x 9. The text of such a program says
+so first: ``gpu=8x9: (gpu.0, Parallel(root), AllReduce) ...``. Neither the text nor the price depends on the factors that a plan
+cuts the level into: neighbouring factors that a collective runs over are joined before the level is taken apart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Hierarchy:
     parts: tuple[tuple[int, ...], ...]
 
     def laying(self, axes: Sequence[str]) -> Laying:
-        """How the levels lie on mesh axes; ``axes`` names that of each factor, in their order."""
+        """How the levels lie on mesh axes; ``axes`` names the axis of each factor, in the order of the factors."""
         over = {i for entry in self.levels for i in entry}
         part_of: dict[int, Part] = {}
         names: list[tuple[str, ...]] = []
@@ -161,7 +161,9 @@ def _hierarchy(network: Network, over: frozenset[int], division: Division | None
 
 
 def _boundary(major: int, sizes: Sequence[int]) -> tuple[int, int] | None:
-    """Where the first ``major`` blocks end in a row of factors: a factor, and its ways among them; None if within a way."""
+    """The place in a row of factors at which the first ``major`` blocks end: a factor, and how many of its ways they take; None
+    if they end within a way.
+    """
     for at, size in enumerate(sizes):
         if major <= size:
             return None if size % major else (at, major)

@@ -138,7 +138,9 @@ Parts = tuple[int, ...]
 
 
 def _after(walks: Walks, step: Instruction, parts: Parts) -> tuple[int, Parts]:
-    """The scattered levels of the largest part that a group of a step moves, and those of every device's part after the step."""
+    """The scattered levels of the largest part that a group of a step moves, and the scattered levels of every device's part
+    after the step.
+    """
     low, high = step.span(len(walks.shape))
     crossed = (1 << high) - (1 << low)
     held = list(parts)
@@ -249,9 +251,9 @@ def _lowest(envelopes: Sequence[Envelope]) -> Envelope:
 
 
 def lowest(candidates: Sequence[tuple[float, float, int, T]]) -> list[T]:
-    """Those of (latency_s, seconds_per_byte, steps, what) that are the least for some bytes, fewest bytes first.
+    """The lines (latency_s, seconds_per_byte, steps, what) that are the lowest for some number of bytes, fewest bytes first.
 
-    Of equal lines, the one of fewest steps, then the first, is kept.
+    Among equal lines, the one with the fewest steps is kept; among these, the first.
     """
     kept: list[tuple[float, float, T]] = []  # steepest first
     for latency_s, slope, _, what in sorted(candidates, key=lambda line: (-line[1], line[0], line[2])):

@@ -36,13 +36,14 @@ class Issued:
     """One collective as it is priced, run ``times`` a step.
 
     ``step`` holds its bytes, its program, and the seconds that it takes alone. ``seconds`` are those of one execution with the
-    copies beside it, into one buffer or another order of dims (``copied_s``, which the search does not tell apart), in the search
-    as its part of a full bundle. ``hideable_s`` of them can hide behind compute. ``wire_bytes`` are what a device sends in one
-    execution, in the ring convention.
+    copies beside it, into one buffer or another order of dims (``copied_s``, which the search does not tell apart). In the
+    search, they are its part of a full bundle. ``hideable_s`` of them can hide behind compute. ``wire_bytes`` are what a device
+    sends in one execution, in the ring convention.
 
-    ``tensor`` is the tensor that it moves, ``source`` the user's source line ("loop" for a loop's boundary), ``along`` those of
-    all others in the same bundle, ``pool`` what it can travel with. ``sends`` are its instructions; the search has none yet.
-    ``again``: the backward pass moves the tensor again, behind a barrier, though the forward pass has moved it.
+    ``tensor`` is the tensor that it moves, ``source`` the user's source line ("loop" for a loop's boundary), ``along`` the
+    tensors of all others in the same bundle, ``pool`` the moves that it can travel with. ``sends`` are its instructions; the
+    search has none yet. ``again``: the backward pass moves the tensor again, behind a barrier, though the forward pass has
+    moved it.
     """
 
     step: Step

@@ -1,4 +1,4 @@
-"""How a hierarchy maps to mesh axes, and what a program needs to run as the same code on all devices. No JAX here."""
+"""How a hierarchy maps to mesh axes, and the tables with which a program runs as the same code on all devices. No JAX here."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class LayoutSpace:
 
 
 def _repeat(values: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(each value repeated as often as its count says, the number of each copy among those of its value)."""
+    """(each value, repeated as often as its count says; the number of each copy among the copies of its value)."""
     result = np.repeat(values, counts)
     return result, np.arange(len(result)) - np.repeat(np.cumsum(counts) - counts, counts)
 

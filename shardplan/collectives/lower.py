@@ -1,9 +1,9 @@
 """Programs on devices: each instruction becomes collectives over mesh axes, inside `shard_map` (P2, section 4).
 
-AllReduce, ReduceScatter and AllGather in which all devices take part are JAX's own: over whole mesh axes where the groups are
-such, else over groups of indices. Among masters only, they are rings of ``ppermute`` in which the other devices send nothing.
-Reduce and Broadcast are binomial trees of ``ppermute``. Every device runs the same code, so a device that a program leaves empty
-holds leftovers until a Broadcast overwrites them.
+AllReduce, ReduceScatter and AllGather in which all devices take part are JAX's own: over whole mesh axes if these are the
+groups, else over groups of indices. Among masters only, they are rings of ``ppermute`` in which the other devices send nothing.
+Reduce and Broadcast are binomial trees of ``ppermute``. Every device runs the same code, so a device that a program leaves
+empty holds leftovers until a Broadcast overwrites them.
 """
 
 # pyright: basic
@@ -171,7 +171,7 @@ def run(x: Array, program: Reduction, laying: Laying, *, chunks: int = 1) -> Arr
 
 
 def run_steps(x: Array, program: Reduction, laying: Laying) -> Array:
-    """The steps of a program on flat data of which each divides its part evenly."""
+    """Runs the steps of a program on flat data; each step divides its part evenly."""
     previous = None
     for step, order in zip(program.steps, reorderings(program, laying.shape), strict=True):
         if previous == step.collective:

@@ -77,7 +77,7 @@ def rank_matrices(
 ) -> tuple[RankedMatrix, ...]:
     """Every matrix of these axes, best first: by seconds of its best programs, then of its all-reduces, then by its text.
 
-    Raises `ClusterError` where there is no request to rank by.
+    Raises `ClusterError` if there is no request to rank by.
     """
     if not requests:
         raise ClusterError("no reduction is given to rank matrices by: give Requests, or list them with matrices()")

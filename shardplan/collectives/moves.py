@@ -84,11 +84,12 @@ def exchanged(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...
 
 @lru_cache(maxsize=64)
 def orders(levels: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The orders that the factors of a layout's dims may have: each is an order of all factors, of which a dim keeps its own.
+    """The orders that the factors of a layout's dims may have: each is an order of all factors, and a dim's factors have their
+    order in it.
 
-    ``levels`` are the levels of the factors. Up to ``ordered_factors`` factors have any order. Of more, those of a level keep
-    theirs and stay side by side, while up to so many levels may have any order: what whole levels can do, their parts can do
-    together.
+    ``levels`` are the levels of the factors. Up to ``ordered_factors`` factors have any order. If there are more, the factors
+    of a level keep their order and stay side by side, and up to ``ordered_factors`` levels have any order. So a level in parts
+    can do what a whole level can.
 
     >>> orders((0, 0, 0, 1))
     ((0, 1, 2, 3), (3, 0, 1, 2))
@@ -105,7 +106,7 @@ def orders(levels: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 def moves_from(sizes: tuple[int, ...], leader: State, levels: tuple[int, ...]) -> Moves:
     """The collectives from a leader, which is given by its split dims and the buffer; ``levels`` as in `orders`.
 
-    Of several to the same layout, the one over the fewest factors is kept, and of these the one that moves the least.
+    If several lead to the same layout, the one over the fewest factors is kept; among these, the one that moves the least.
     """
     (*split, buffer), partial = leader
     rank, state = len(split) + 1, ((*split, (), buffer), partial)

@@ -1,7 +1,7 @@
 """Parts of one level that layouts do not keep apart.
 
 A level of eight devices may be one factor, or parts of 2, 2 and 2. Two neighbouring parts that a layout uses side by side, or not
-at all, are one factor to it. So what moves between two layouts is priced over the fewest parts in which both can be written: a
+at all, are one factor to it. So a resharding is priced over the fewest parts in which both of its layouts can be written: a
 plan that treats a level as a whole costs the same however the level is taken apart.
 """
 

@@ -27,10 +27,10 @@ class ArrayPart(Generic[D]):
 def pieces(
     held: Sequence[tuple[D, Box]], wanted: Sequence[tuple[D, Box]], near: Collection[D]
 ) -> tuple[tuple[ArrayPart[D], ...], ...]:
-    """For each wanted block the pieces that it is made of, in row-major order; none where they do not make up the block.
+    """The pieces of each wanted block, in row-major order; none if the held blocks do not cover it.
 
-    Every piece comes from its target itself where that holds it, else from a device of ``near``, else from any; the devices that
-    hold the same take turns.
+    A piece comes from its target if that holds it, else from a device of ``near``, else from any device. Devices that hold the
+    same piece take turns.
 
     >>> halves, quarters = [(0, ((0, 4),)), (1, ((4, 8),))], [(0, ((0, 2),)), (2, ((2, 6),))]
     >>> [[(p.source, p.box) for p in own] for own in pieces(halves, quarters, ())]
@@ -92,5 +92,5 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def box_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
-    """The block of an array of this shape that JAX names by slices; those of a key's words come last, and are left out."""
+    """The block of an array of this shape that JAX names by slices, without the last slices, those of a key's words."""
     return tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=False))

@@ -1,17 +1,17 @@
 """Resharding: the best program of collectives that moves a tensor from one layout to another, priced whole.
 
 All layouts of a tensor are the nodes of a graph, and collectives are its edges (all-gather, local slice, all-to-all, permute,
-all-reduce, reduce-scatter over any set of factors). A program is a path; the price between two layouts is that of the shortest
-path. So an all-reduce over a hierarchy becomes reduce-scatter, all-reduce, all-gather where that is cheaper (P2, section 3), and
-a gather of a major factor becomes a permute and a gather. The graph is in `shardplan.collectives.layouts`.
+all-reduce, reduce-scatter over any set of factors). A program is a path; the price between two layouts is the length of the
+shortest path. So an all-reduce over a hierarchy becomes reduce-scatter, all-reduce, all-gather where that is cheaper (P2,
+section 3), and a gather of a major factor becomes a permute and a gather. The graph is in `shardplan.collectives.layouts`.
 
 An all-reduce, all-gather or reduce-scatter may also be a program with intermediate states that no layout describes, such as a
 Reduce to masters, an AllReduce among them and a Broadcast, or one that takes a level apart. So the price of such an edge is the
-lower of two: the collective's own, and that of the best program of `shardplan.collectives.divided`. Where the program is cheaper,
-the step names it.
+lower of two prices: the collective's own, and the price of the best program of `shardplan.collectives.divided`. Where the
+program is cheaper, the step names it.
 
 Where a level is taken apart into several factors, a pair of layouts is priced over the fewest parts in which both can be written
-(`shardplan.collectives.parts`), and so is a collective: neither costs nor gains anything by parts that it does not tell apart.
+(`shardplan.collectives.parts`), and so is a collective. So its price does not depend on parts that it treats alike.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Rows:
 Family = dict[tuple[Factor, ...], "Resharder"]
 
 _PriceKey = tuple[int, bytes, float, bool]
-"""What prices depend on: rank of the space, legal states, bytes of the whole tensor, direction."""
+"""The key of prices: rank of the space, legal states, bytes of the whole tensor, direction."""
 
 
 def split_dims(shape: Sequence[int]) -> list[int]:
@@ -80,7 +80,7 @@ def split_dims(shape: Sequence[int]) -> list[int]:
 class Resharder:
     """Prices and programs of resharding on one network.
 
-    ``family`` holds the resharders of one cluster by their factors; those of fewer factors are shared through it.
+    ``family`` holds the resharders of one cluster by their factors; resharders of fewer factors are shared through it.
     """
 
     def __init__(self, network: Network | WireBytes, sizes: Sequence[int], family: Family | None = None) -> None:
@@ -242,7 +242,7 @@ class Resharder:
     def direct(
         self, shape: Sequence[int], nbytes: float, states: Sequence[int], *, into: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The moves between ``states`` and others, as `prices` has them, of which one collective is the cheapest program.
+        """The moves between ``states`` and others, as `prices` has them, whose cheapest program is one collective.
 
         [M] each: the row of the move, its column, and its kind in `edge_kinds`.
         """

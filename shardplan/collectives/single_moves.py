@@ -1,9 +1,9 @@
 """Moves that one collective makes: what they cost in a bundle, and the copies beside them.
 
 A schedule lets moves that take the same collective travel together (`shardplan.schedule.passes.bundles`), and copies blocks where
-a collective wants them in another order (`shardplan.schedule.copies`). The search prices both for moves of one collective; of
-longer programs, it prices the collectives alone. It does not tell apart what a bundle does (dtypes, padded blocks), so that a
-bundle may hold less than it counts on.
+a collective wants them in another order (`shardplan.schedule.copies`). The search prices both for moves of one collective; for
+longer programs, it prices the collectives alone. It ignores some differences that keep moves out of one bundle (dtypes, padded
+blocks), so a bundle may hold less than the search assumes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Singles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kinds:
-    """By kind of edge [K]: as in `Singles`, for the whole tensor, and which collective it is."""
+    """The fields of `Singles` by kind of edge [K], for the whole tensor, and which collective an edge is."""
 
     bundled_s: Floats
     before: Floats

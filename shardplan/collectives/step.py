@@ -17,7 +17,7 @@ StepKind = Literal[
     Collective.SHIFT,
     Collective.SLICE,
 ]
-"""The collectives of reshardings, and shifts, which are halos'. What matches on them closes with ``assert_never``."""
+"""The collectives of reshardings, and shifts, which bring halos. Matches on them end with ``assert_never``."""
 
 BUNDLED: tuple[Goal, ...] = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 """The collectives that may travel together, as one flat buffer."""
@@ -27,8 +27,8 @@ BUNDLED: tuple[Goal, ...] = (Collective.ALL_GATHER, Collective.ALL_REDUCE, Colle
 class Step:
     """One collective of a resharding program; ``nbytes`` are counted as in `Network.lines`, 0 for a slice.
 
-    ``over`` are its factors; those of a permute stand twice, in their order before and after (`Network.lines`), and a shift is
-    a halo's.
+    ``over`` are its factors. A permute has them twice, in their order before and after (`Network.lines`). A shift brings a
+    halo.
 
     ``program`` is the text of the reduction program that performs the collective, over the cluster's level names; empty where
     the collective itself runs.

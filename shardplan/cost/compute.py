@@ -106,9 +106,9 @@ def _sums_products(node: Scalar) -> bool:
 def product_loops(description: Description) -> ProductLoops | None:
     """The loops of an op that is one product of two operands, by their roles; convolutions count as implicit products.
 
-    A loop of the sum is depth. A loop of the result runs over rows where it indexes the first operand alone, over columns where
-    the second alone, and over the batch where both. The rows of a convolution are thus the places of its result, its depth the
-    window of all input features. None for what is no such product: opaque functions, lookups, ragged products.
+    A loop of the sum is depth. A loop of the result runs over rows if it indexes only the first operand, over columns if it
+    indexes only the second, and over the batch if it indexes both. The rows of a convolution are thus the places of its result,
+    its depth the window of all input features. None for other ops: opaque functions, lookups, ragged products.
     """
     if len(description.trees) != 1:
         return None
@@ -137,7 +137,7 @@ def _selected(node: Scalar) -> Scalar:
 
 
 def _read_at(node: Scalar) -> frozenset[int] | None:
-    """The loops at which a factor of a product reads its operand; None where it is no operand, or is read whole or by data."""
+    """The loops at which a factor of a product reads its operand; None if it is not an operand, or is read whole or by data."""
     access = _selected(node)
     if not isinstance(access, Access) or any(isinstance(ix, Full | Data) for ix in access.indices):
         return None
@@ -178,10 +178,10 @@ def seconds(
     attention: bool = False,
     launches: float | None = None,
 ) -> float:
-    """The roofline's time: the slower of arithmetic and memory, plus launches: by default one of what computes or moves anything.
+    """The roofline's time: the slower of arithmetic and memory, plus launches (by default one for an op with any work).
 
-    The arithmetic of ``matrix`` ops runs at the part of the dtype's peak that products reach, or fused ``attention``. That of
-    others costs nothing: the vector rate bounds no elementwise op here.
+    The arithmetic of ``matrix`` ops runs at the part of the dtype's peak that products reach, or fused ``attention``. The
+    arithmetic of other ops costs nothing: the vector rate bounds no elementwise op here.
     """
     each = seconds_each(device, np.array(flop), np.array(nbytes), dtype, matrix=matrix, attention=attention, launches=launches)
     return float(each)

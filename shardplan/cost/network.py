@@ -85,8 +85,8 @@ class Network:
         force NCCL's choice; "auto" offers both; "emitted" prices what `shardplan.collectives.lower` emits: binomial trees of
         permutes for Reduce and Broadcast, a ring of permutes among masters. Each permute of those is an instruction.
 
-        A permute names its factors twice: in the order by which a block's place is read before, then after. A shift sends
-        to the next place in the order of ``over``; the last place sends nothing.
+        A permute names its factors twice: in the order that gives a block's place before it, then in the order that gives it
+        afterwards. A shift sends to the next place in the order of ``over``; the last place sends nothing.
         """
         key = (kind, _named(kind, over), frozenset(first), algorithm)
         if key not in self.memo:
@@ -99,7 +99,7 @@ class Network:
         return self.memo[key]
 
     def _cuts(self, of: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-        """What tells factors apart on every network of this cluster."""
+        """The key that tells factors apart on every network of this cluster."""
         return tuple((f.level, f.size, f.stride) for f in (self.factors[i] for i in of))
 
     def seconds(self, kind: Collective, over: Sequence[int], nbytes: ArrayLike, *, algorithm: Algorithm = "auto") -> Floats:
@@ -110,8 +110,8 @@ class Network:
     def among(self, kind: Collective, groups: Sequence[Sequence[int]], nbytes: float) -> tuple[float, frozenset[int]]:
         """(seconds, levels that are crossed) of one collective instruction among these groups of devices, all of one size.
 
-        The groups of a permute are (source, target) pairs. Where the groups are those of some factors, whichever these are, the
-        seconds are those of `seconds`; elsewhere an all-reduce is a ring.
+        The groups of a permute are (source, target) pairs. If any factors have these groups, the seconds are those of
+        `seconds`; otherwise an all-reduce is a ring.
         """
         if not groups:
             return 0.0, frozenset()
@@ -162,10 +162,11 @@ class Network:
         return self.memo[key]
 
     def _members(self, over: Sequence[int], first: Sequence[int]) -> Ints:
-        """The groups that stand for all: of those that are alike and share no link, one.  # [groups, members]
+        """One group of each set of groups that are alike and share no link: it stands for all of them.  # [groups, members]
 
-        Groups that differ in a factor of a level slower than all of ``over`` lie under different children of it. Those that
-        differ in another factor of the slowest level of ``over`` leave by different ports, where each child has its own.
+        Groups that differ in a factor of a level slower than all of ``over`` lie under different children of it. If each child
+        of the slowest level of ``over`` has its own port, groups that differ in another factor of that level leave by different
+        ports.
         """
         slowest = min((self.factors[i].level for i in over if self.factors[i].size > 1), default=0)
         own_ports = self.topology.tiers[slowest].ports_per == 1 and self.cluster.levels[slowest].kind != "ring"
@@ -187,7 +188,7 @@ class Network:
         return order.reshape(-1, math.prod(self.factors[i].size for i in inside if i not in first))
 
     def _line(self, kind: Collective, members: Ints, over: Sequence[int], shape: str) -> tuple[float, float]:
-        """The line of a message pattern: that of its messages, and the launches of its instructions."""
+        """The line of a message pattern: the line of its messages, plus the launches of its instructions."""
         instructions = 1
         if shape == Collective.ALL_TO_ALL and all(level.kind != "ring" for level in self.cluster.levels):
             latency_s, slope = self._even_all_to_all(members)
@@ -326,7 +327,7 @@ def _shapes(kind: Collective, masters: bool, algorithm: Algorithm) -> tuple[str,
 
 
 def _named(kind: Collective, over: Sequence[int]) -> tuple[int, ...]:
-    """What tells collectives of one kind apart: their factors, and their order where it matters."""
+    """The key that tells collectives of one kind apart: their factors, and the order of these where it matters."""
     return tuple(over) if kind in (Collective.PERMUTE, Collective.SHIFT) else tuple(sorted(set(over)))
 
 
@@ -428,7 +429,7 @@ def _all_to_all(net: Network, kind: Collective, members: Ints, over: Sequence[in
 
 
 def _permute(net: Network, kind: Collective, members: Ints, over: Sequence[int]) -> list[_Round]:
-    """Every device sends all its bytes to the one that has its place after; some stay where they are."""
+    """Every device sends all its bytes to the device that takes its place afterwards; some bytes stay where they are."""
     half = len(over) // 2
     source, target = (_in_places(net, members, order) for order in (over[:half], over[half:]))
     return [_permutes(net, source, target)]

@@ -3,8 +3,8 @@
 The *window* of a collective is the compute that neither makes its operand nor waits for its result. The part of its seconds that
 fits into the window is *hideable*, the rest is *exposed*. While a device computes and communicates at once, each slows the other
 by the factor ``contention`` (Calculon, section 3.3; Galvatron, section 3.4), so that the shorter of compute C and hideable
-communication H, beside the longer, lengthens the step by k = contention - 1 times its seconds. And a compiled program hides but
-a part of what can hide, ``saved_overlap`` in the mean. So one second of H saves ``saved_overlap (1 - k)`` seconds. With exposed
+communication H, beside the longer, lengthens the step by k = contention - 1 times its seconds. A compiled program hides only a
+part of what can hide: ``saved_overlap``, on average. So one second of H saves ``saved_overlap (1 - k)`` seconds. With exposed
 communication E::
 
     step = E + max(C + k' H, H + k' C),  k' = 1 - saved_overlap (1 - k)
@@ -62,7 +62,7 @@ def contended(contention: float) -> float:
 
 
 def slowdown(contention: float) -> float:
-    """k': by how many seconds one second of communication that can hide lengthens the step, as a program hides a part of it."""
+    """k': the seconds that one second of hideable communication adds to the step, since a program hides only a part of it."""
     return 1 - CONSTANTS.saved_overlap * (1 - contended(contention))
 
 
@@ -73,10 +73,11 @@ def step_s(compute_s: float, exposed_s: float, hideable_s: float, contention: fl
 
 
 class Window(NamedTuple):
-    """What a movement can hide behind: ``seconds`` of compute.
+    """The compute that a movement can hide behind, in ``seconds``.
 
     If nothing heavy comes before it ("early"), or nothing after it ("late"), it can wait for others and travel with them:
-    ``company`` are the bytes of all such values that something heavy makes or reads. 0 for a movement that travels alone.
+    ``company`` is the number of bytes of all such values that something heavy makes or reads; 0 for a movement that travels
+    alone.
     """
 
     seconds: float = 0.0
@@ -85,7 +86,7 @@ class Window(NamedTuple):
 
 
 POOLS = ("early", "late")
-"""What may travel together (`Window`)."""
+"""The pools: movements of one pool may travel together (`Window`)."""
 
 NO_WINDOW = Window()
 """It hides behind nothing and travels alone."""

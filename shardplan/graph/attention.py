@@ -78,7 +78,7 @@ def attention_products(graph: Graph, weights: Container[int]) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Namer:
-    """What is known while the nodes are walked in the order of the step: scores by tensor, and the products found by node."""
+    """The state of a walk over the nodes in the order of the step: scores by tensor, and the products found by node."""
 
     graph: Graph
     weights: Container[int]
@@ -117,7 +117,7 @@ class _Namer:
         return next((self.scores[t] for t in self._earlier(tensor) if t in self.scores), None)
 
     def _earlier(self, tensor: int) -> Iterator[int]:
-        """A tensor, and those from which bodies of loops have its value."""
+        """A tensor, and the tensors from which bodies of loops get its value."""
         seen: set[int] = set()
         while tensor not in seen:
             yield tensor
@@ -166,7 +166,7 @@ def _alive(tensors: Sequence[int]) -> Iterable[int]:
 
 
 def _joined(read: Sequence[_Score], reducers: Container[Reducer]) -> _Score | None:
-    """The score of what an op with these reducers makes of these scores."""
+    """The score of an op's result, given the scores that it reads and its reducers."""
     if not read:
         return None
     stages = {one.stage for one in read}

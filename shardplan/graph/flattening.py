@@ -121,7 +121,7 @@ class _Flattener:
                 raise UndescribedPrimitiveError(op.primitive, str(op.source))
 
     def cond(self, op: Op, where: Where, inputs: list[int], outputs: list[int], weight: float, backward: bool) -> None:
-        """Inlines all branches. The dearest (the first of equals) carries the cost; the others keep a small share of theirs.
+        """Inlines all branches. The dearest (the first of equals) carries its cost; the others carry a small share of theirs.
 
         A branch for `KERNELS` platforms alone never runs a step: it is the dearest only if all branches are such.
         """
@@ -255,5 +255,5 @@ def _is_body(param: Any) -> bool:
 
 
 def _body_key(param: Any) -> object:
-    """What equal bodies have in common: the text of a jaxpr without arrays; a function (a callback) equals itself alone."""
+    """The key of equal bodies: the text of a jaxpr without arrays. A function (a callback) equals only itself."""
     return id(param) if callable(param) or getattr(param, "consts", ()) else str(param)

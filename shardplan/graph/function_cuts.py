@@ -2,10 +2,10 @@
 
 A cut starts at one dim of one argument and is followed through the graph: every op on its way is cut along the loop that reads
 the dim (Tofu, section 4.2), and requires of its other operands what that cut does. The function can be cut so if no two ops
-disagree, if no op needs a neighbour's elements, and if the function is the same on each share: its own code runs there, and does
-not know which share it has, nor of how many. So the function is traced again for the shapes of a share, for every number of
-shares that divides the dim, and for twice the dim. It has to have the same ops there, with the same numbers. Shares of one
-element are left out: JAX writes ops on dims of size 1 in another way.
+disagree, if no op needs a neighbour's elements, and if the function is the same on each share: its own code runs there, and
+knows neither the number of its share nor the number of shares. So the function is traced again for the shapes of a share, for
+every number of shares that divides the dim, and for twice the dim. It has to have the same ops there, with the same numbers.
+Shares of one element are left out: JAX writes ops on dims of size 1 in another way.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class _Cut:
             self._place(t, Partial("sum"))
 
     def _link(self, link: Link) -> None:
-        """Both ends of a link lie alike, but for the leading dim that one of them may have. A term of a sum enters or leaves no
-        body: another branch, or the value before a loop, may be whole.
+        """Both ends of a link lie alike, except for the leading dim that one of them may have. A term of a sum enters or leaves
+        no body: another branch, or the value before a loop, may be whole.
         """
         for tensor, other, lift in ((link.source, link.target, link.lift), (link.target, link.source, -link.lift)):
             match self._placed.get(tensor):
@@ -231,7 +231,7 @@ class _Cut:
 
 
 def _kind(node: Node) -> tuple[object, ...]:
-    """What of an op may not depend on the size of a share: its primitive, how often it runs, and the numbers in it."""
+    """The parts of an op that must not depend on the size of a share: its primitive, how often it runs, and the numbers in it."""
     numbers = [repr(i.value) for i in node.op.inputs if isinstance(i, Constant)]
     params = sorted((k, v) for k, v in node.op.params.items() if isinstance(v, bool | int | float | str) and k != "name")
     return node.op.primitive, len(node.inputs), len(node.outputs), node.weight, numbers, params

@@ -1,4 +1,4 @@
-"""What each op of a step adds to the memory traffic of the kernels that XLA compiles for GPUs.
+"""The memory traffic that each op of a step adds to the kernels that XLA compiles for GPUs.
 
 A kernel reads each stored value once, however many of its ops use it, and writes what a later kernel reads. Which ops share a
 kernel follows XLA's rules (as jaxlib 0.10.2 and 0.12.0.1 compile for H100s: docs/accuracy.md, Compute), in this order:
@@ -8,7 +8,7 @@ kernel follows XLA's rules (as jaxlib 0.10.2 and 0.12.0.1 compile for H100s: doc
    stored values alone. But a matrix product widens its operands and narrows its result itself.
 2. A reduction along rows, its operands and what is computed from rows and their results are one kernel: a softmax, a
    normalisation. It reads its operands twice where such a sum is stored too, or where two sums do not depend on each other. Rows
-   longer than ``longest_row`` are reduced like columns: what reads their sums is another kernel.
+   longer than ``longest_row`` are reduced like columns: the readers of their sums are in another kernel.
 3. Kernels that run over the same elements are one where one reads what the other stores, or both read the same value
    (multi-output fusion), unless a third lies between them. Reductions along rows and along columns are never in one kernel.
 
@@ -59,8 +59,8 @@ def with_traffic(graph: Graph, *, call_of: Callable[[Node], Hashable] | None = N
 class _Kernel:
     """A kernel while it grows.
 
-    It has its nodes, of which ``last`` is the last; the values that it reads, each with (node, slot, bytes); those that it
-    stores; the number of elements that it runs over; and the order of its reductions. A ``closed`` one takes no others in.
+    It has its nodes, ending with ``last``; the values that it reads, each with (node, slot, bytes); those that it stores; the
+    number of elements that it runs over; and the order of its reductions. A ``closed`` one takes no others in.
     """
 
     nodes: set[int]
@@ -81,8 +81,8 @@ class _Model:
         self.calls = [None if call_of is None else call_of(node) for node in graph.nodes]
         self.values = BufferUses(graph, None if call_of is None else self.calls)
         self.kernels: dict[int, _Kernel] = {}  # by their last node
-        self.within: dict[int, set[int]] = {}  # of each node: the kernels that compute it
-        self.behind = self.values.bytes_behind()  # of each buffer: the bytes from which a kernel can compute it
+        self.within: dict[int, set[int]] = {}  # by node: the kernels that compute it
+        self.behind = self.values.bytes_behind()  # by buffer: the bytes from which a kernel can compute it
 
     def traffic(self) -> tuple[Traffic, ...]:
         """The traffic of each node."""
@@ -228,7 +228,7 @@ class _Model:
                         yield found
 
     def _join(self, a: int, b: int, into: dict[int, int]) -> None:
-        """Merges ``b`` into ``a``. Of two reads of one value, the larger is kept; what either stores is read no more."""
+        """Merges ``b`` into ``a``. If both read a value, the larger read is kept. A value that either stores is not read."""
         one, other = self.kernels[a], self.kernels[b]
         into[b] = a
         stores = one.stores | other.stores
@@ -297,7 +297,7 @@ class _Model:
         return 2 if ends and (siblings or sums.intersection(stored)) else 1
 
     def _charge_stacks(self, reads: list[list[float]], writes: list[list[float]], launches: list[float]) -> None:
-        """What loops move beside their ops.
+        """Charges what loops move in addition to their ops.
 
         Stacks are filled with zeros first. A kernel of its own copies a value to its stack if the loop also reads it, or if no
         elementwise op makes it. Slices that products read are copied.

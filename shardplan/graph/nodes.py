@@ -24,8 +24,8 @@ from shardplan.tdl.xla_quirks import adds_up_at_once, fenced_loops, shared_loops
 class Traffic:
     """What one op adds to the kernels that XLA compiles (`shardplan.graph.kernel_traffic`).
 
-    These are the multiples of each operand's bytes that are read on its behalf, those of each result's bytes that are written,
-    and how many kernels are launched.
+    These are the multiples of each operand's bytes that are read on its behalf, the multiples of each result's bytes that are
+    written, and the number of kernels launched.
     """
 
     reads: tuple[float, ...]
@@ -52,10 +52,10 @@ class Signature:
     - ``constraint``: where the step says that the result lies (None: it does not say).
     - ``manual``: how it takes and leaves values where the step itself runs it on each device (None: the plan chooses).
     - ``contracts``: it sums products, as a matrix product or a convolution does. ``multiplies``: it does, or it is opaque and
-      states the flops of products inside it. ``attends``: these are those of fused attention, which has a rate of its own.
-      ``product``: the loops of the one product that it is (None: it is no product, or of no known extents).
+      states the flops of products inside it. ``attends``: they belong to fused attention, which has a rate of its own.
+      ``product``: the loops of the product, if it is one (None: it is not, or its extents are unknown).
     - ``traffic``: what it adds to kernels (None: it is a kernel of its own).
-    - ``part``: what it is inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
+    - ``part``: its role inside kernels. ``update``: the operand that it writes into its first, in place (None: it makes a new
       result); ``combines``: it also reads that part. ``slices``: it reads only as many elements of its first operand as its
       result has. ``filter``: where a convolution has a filter that is copied into another order. ``images``: the
       operands that a convolution takes in one order. ``swaps``: a transpose that products undo.
@@ -124,7 +124,7 @@ class Signature:
         return self.part in ("loop", "transpose", "reduction") and not self.swaps
 
     def with_traffic(self, number: int, traffic: Traffic) -> Self:
-        """The same call with this number and traffic; what is known of its cuts is shared."""
+        """The same call with this number and traffic; the derived facts about its cuts are shared."""
         result = copy.copy(self)
         object.__setattr__(result, "id", number)
         object.__setattr__(result, "traffic", traffic)

@@ -72,8 +72,8 @@ class _Search:
         return frozenset(partials - crossing)
 
     def _before_contractions(self) -> set[int]:
-        """Tensors whose readers are all contractions with smaller results, or ops that pass the sum on to such contractions; with
-        the results of these readers.
+        """Tensors that only contractions with smaller results read, or ops that pass the sum on to such contractions; with the
+        results of these readers.
         """
         graph, terms = self.graph, self._terms(whole=True)
         readers: dict[int, list[Node]] = {}

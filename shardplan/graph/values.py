@@ -1,4 +1,4 @@
-"""Which buffer holds each tensor of a graph. An op for which no kernel runs makes no buffer: its result shows another one."""
+"""Which buffer holds each tensor of a graph. An op for which no kernel runs makes no buffer: its result is a view of another."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class BufferUses:
                 self.kept.add(t)
 
     def bytes_behind(self) -> Mapping[int, int]:
-        """The bytes from which a kernel can compute each buffer: its own bytes, or fewer where an elementwise op makes it from
-        less (a comparison with an iota).
+        """The bytes from which a kernel can compute each buffer: its own bytes, or fewer if an elementwise op makes it from a
+        smaller value (a comparison with an iota).
         """
         behind: dict[int, int] = {}
         for node in self.graph.nodes:
@@ -119,7 +119,7 @@ class BufferUses:
     def _is_view_or_bias(self, node: Node, calls: Sequence[Hashable]) -> bool:
         """Whether a library that runs calls one by one runs no kernel for a node.
 
-        Of several views of one buffer, a kernel is charged the largest that it reads.
+        If a kernel reads several views of one buffer, it is charged the largest.
         """
         if node.signature.part != "loop" or node.signature.description is None:
             return False

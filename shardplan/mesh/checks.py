@@ -8,7 +8,7 @@ import re
 from ..errors import ClusterError
 
 MOST_SECONDS = 1000.0
-"""The longest latency or launch that is no mistake of units."""
+"""The longest latency or launch that is accepted: a longer one is a mistake of units."""
 LARGEST_PART = 2.0
 """The largest efficiency: fits against assumed bandwidths end a little above 1, never at 90 (a percentage)."""
 NAME = re.compile(r"[\w.\-]+")

@@ -121,7 +121,7 @@ def read_order(cluster: Machine, order: NDArray[np.int64]) -> tuple[tuple[Factor
 
 
 def _parts(cluster: Machine, line: list[int]) -> list[Factor] | None:
-    """The factors, major first, of an axis whose devices have these numbers relative to the first; None if none fit."""
+    """The factors, major first, of an axis whose devices have these numbers relative to the first device; None if none fit."""
     result: list[Factor] = []
     while len(line) > 1:
         step = line[1]
@@ -164,7 +164,7 @@ def factors_of(cluster: Machine, group: Sequence[int]) -> tuple[tuple[Factor, ..
 
 
 def _level_of(cluster: Machine, step: int) -> tuple[int, int]:
-    """The slowest level of which ``step`` devices are whole children, and the number of these children."""
+    """The slowest level whose whole children make up ``step`` devices, and the number of these children."""
     below = cluster.size
     for level, size in enumerate(cluster.shape):
         below //= size

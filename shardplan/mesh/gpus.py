@@ -1,6 +1,6 @@
-"""The figures of a GPU by its driver's name for it: a preset's device, with the figures in which a variant differs.
+"""The figures of a GPU, by the name that its driver gives it: a preset's device, with the figures in which a variant differs.
 
-Figures are from data sheets. A name that is not listed gets those of the preset that its words suggest, and a remark.
+Figures are from data sheets. A name that is not listed gets the figures of the preset that its words suggest, and a remark.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _check(cluster: Cluster, devices: Sequence[int]) -> None:
 
 
 def _even_levels(cluster: Cluster, devices: Sequence[int]) -> tuple[Level, ...]:
-    """The levels of a group that takes equally many children at each of them, without those of one child; else none."""
+    """The levels of a group that takes equally many children at each level, without levels of one child; else empty."""
     below, sizes = cluster.size, list[int]()
     groups = [list(devices)]
     for level in cluster.levels:

@@ -100,7 +100,7 @@ def from_table(table: dict[str, Any], *, source: str) -> Machine:
 
 
 def to_table(cluster: Machine) -> dict[str, Any]:
-    """The table from which `from_table` builds an equal machine: the keys of the TOML file, without those that are not given."""
+    """The table from which `from_table` builds an equal machine: the keys of the TOML file that are given."""
 
     def given(value: Any) -> dict[str, Any]:
         items = asdict(value).items()

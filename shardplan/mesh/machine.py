@@ -20,11 +20,11 @@ Platform = Literal["gpu", "tpu", "cpu"]
 LARGEST = 2**20
 """The most devices of a cluster: some arrays have an entry for each device."""
 DEFAULT_CONTENTION = 1.3
-"""The contention of devices on which nobody measured it (Galvatron's figure)."""
+"""The contention of devices for which no measurement exists (Galvatron's figure)."""
 MOST_CONTENTION = 1000.0
-"""The largest contention that is no mistake."""
+"""The largest contention that is accepted: a larger one is a mistake."""
 DEFAULT_ATTENTION_EFFICIENCY = 0.5
-"""The part of the peak that fused attention reaches on devices of which nothing is published (FlashAttention-2, abstract)."""
+"""The part of the peak that fused attention reaches on devices without a published figure (FlashAttention-2, abstract)."""
 DTYPES: tuple[str, ...] = (
     "float32", "bfloat16", "float16", "float64", "complex64", "complex128", "bool",
     "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
@@ -115,14 +115,14 @@ class Device:
 
     ``flops_per_s`` maps a dtype (one of `DTYPES`) to its dense peak; ``flops_efficiency`` and ``memory_efficiency`` are the parts
     of the peaks that large kernels reach, ``launch_s`` the overhead of one kernel. ``collective_launch_s`` is that of one
-    collective instruction before its first message, over whatever links; a file that does not say gets ``launch_s``, as a
-    collective is at least a kernel. ``platform`` is JAX's word for its kind: on GPUs, JAX's allocator takes a part of the memory.
-    ``contention`` is the factor, at least 1, by which compute and communication slow each other while both run (Calculon,
-    Galvatron). The default, 1.3, is Galvatron's figure for GPUs. ``attention_efficiency`` is the part of the peak that fused
-    attention reaches, forward and backward together, where a causal mask's upper half counts nothing. The default, 0.5, is the
-    least that FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so). ``compute_units`` is the
-    number of processors that each compute a tile of a matrix product at a time (the multiprocessors of a GPU): a product of few
-    tiles leaves some of them idle (`shardplan.cost.tiles`). None: products are not priced by tiles. ``host_bytes_per_s`` is what
+    collective instruction before its first message, over any links; the default is ``launch_s``, since a collective is at least
+    one kernel. ``platform`` is JAX's word for its kind: on GPUs, JAX's allocator takes a part of the memory. ``contention`` is
+    the factor, at least 1, by which compute and communication slow each other while both run (Calculon, Galvatron). The
+    default, 1.3, is Galvatron's figure for GPUs. ``attention_efficiency`` is the part of the peak that fused attention reaches,
+    forward and backward together, where a causal mask's upper half counts nothing. The default, 0.5, is the least that
+    FlashAttention-2 reaches on A100s (Dao 2023, abstract: 50 to 73%; section 4.1 counts so). ``compute_units`` is the number of
+    processors that each compute a tile of a matrix product at a time (the multiprocessors of a GPU): a product of few tiles
+    leaves some of them idle (`shardplan.cost.tiles`). None: products are not priced by tiles. ``host_bytes_per_s`` is what
     copies between the device and pinned memory of its host reach in one direction. None: nothing may be kept in host memory.
     """
 
@@ -234,7 +234,7 @@ class Machine:
         return self.level_names.index(name)
 
     def check_equal(self) -> None:
-        """Refuses a cluster of which single devices or links differ.
+        """Refuses a cluster in which single devices or links differ.
 
         Raises:
             UnequalDevicesError: naming them.

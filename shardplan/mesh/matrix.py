@@ -1,7 +1,7 @@
 """Parallelism matrices: how parallelism axes are laid on the levels of a cluster (P2, section 3.1).
 
-Entry ``x[i][j]`` is how many ways axis ``i`` cuts level ``j``. The product of a column is its level's size (the paper's
-equation 1), that of a row its axis's size (equation 2).
+Entry ``x[i][j]`` is how many ways axis ``i`` cuts level ``j``. The product of a column is the size of its level (the paper's
+equation 1), and the product of a row the size of its axis (equation 2).
 
 >>> [str(m) for m in matrices((2, 4), (4, 2))]
 ['1 4 / 2 1', '2 2 / 1 2']

@@ -13,7 +13,7 @@ from .checks import check_count, check_positive, check_seconds
 class SingleDevice:
     """The device ``index``: its speed (0.5: each op takes twice as long), its memory, or that it is ``absent``.
 
-    ``memory_bytes`` None is that of the cluster's device.
+    ``memory_bytes`` None stands for the memory of the cluster's device.
     """
 
     index: int

@@ -81,11 +81,11 @@ def _cut(
 
 
 def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | int | None) -> Microbatches:
-    """The microbatches that a user asks for. ``arguments`` are those that are cut, else the arrays that are no state, with the
-    first dim that most of these have.
+    """The microbatches that a user asks for. ``arguments`` are the arguments that are cut; by default, the arrays that are not
+    state and whose first dim is the most frequent one.
 
     Raises:
-        MicrobatchError: for a count that is none, or where nothing is a batch.
+        MicrobatchError: for an invalid count, or if no argument is a batch.
         ShardplanError: for a number that names no argument.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -224,7 +224,7 @@ def _joined(x: Any, dim: int) -> Any:
 
 
 def _start(shape: Any, reducer: Reducer) -> Any:
-    """What a reduction of terms starts from."""
+    """The value from which a reduction of terms starts."""
     match reducer:
         case "sum" | "or":
             value: Any = 0
@@ -240,7 +240,7 @@ def _start(shape: Any, reducer: Reducer) -> Any:
 
 
 def _any(shape: Any) -> Any:
-    """Some value of a type, to be replaced by that of each microbatch."""
+    """Some value of a type, which the value of each microbatch replaces."""
     if not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.zeros(shape.shape, shape.dtype)
     return jnp.broadcast_to(jax.random.key(0, impl=_jax.key_impl(shape.dtype)), shape.shape)

@@ -1,7 +1,7 @@
 """Sums over the whole batch that depend on the data alone: they are computed once, before the microbatches.
 
 A loss that is a mean over the unmasked tokens divides by their number, and so does every gradient: no microbatch can begin its
-backward pass before the number of all is known. It depends on no weight, so it costs a pass over the mask.
+backward pass before the number over all microbatches is known. It depends on no weight, so it costs a pass over the mask.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shardplan.schedule import PlannedProgram
 
 
 def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
-    """The tensors that are terms of a sum in each microbatch, and depend on no weight, no matrix product and no op that may not
-    run twice.
+    """The tensors that are terms of a sum in each microbatch, and depend on no weight, on no matrix product, and only on ops
+    that may run twice.
 
     ``planned`` is the cut of the program over microbatches (`time_cut`). Weights are the arguments that the step replaces, as far
     as they hold floats.

@@ -2,8 +2,8 @@
 
 A value with a dim of layers is held in *parts*. A loop over layers runs part by part, the backward pass from the last to the
 first. A step may have several such loops, one after the other, as an encoder and a decoder. An op that can be cut along the dim
-of layers, as its description says, runs for each part: the optimizer's ops are. A sum over that dim adds up those of the parts.
-Any other op gets the whole value. Arguments that no op needs whole become one argument for each part.
+of layers, as its description says, runs for each part: the optimizer's ops are. A sum over that dim adds up the sums of the
+parts. Any other op gets the whole value. Arguments that no op needs whole become one argument for each part.
 """
 
 # pyright: basic
@@ -38,8 +38,8 @@ from shardplan.tdl import Strategy
 def in_layer_parts(
     program: Program, count: int, batch: Sequence[int] = (), replicate: Sequence[str] = ()
 ) -> tuple[Program, LayerParts] | None:
-    """The step with its loops over layers in ``count`` parts; None for a step without such a loop, or none of whose arguments can
-    be in parts. ``batch`` are the numbers of the arguments that hold samples.
+    """The step with its loops over layers in ``count`` parts; None if it has no such loop, or if none of its arguments can be
+    in parts. ``batch`` are the numbers of the arguments that hold samples.
 
     Raises:
         PlacementError: for a number of layers that does not divide.
@@ -118,7 +118,7 @@ def _loop_elements(program: Program, batch: Sequence[int], ops: Iterable[Op]) ->
 
 
 def _stacked(program: Program, lengths: Collection[int]) -> list[int]:
-    """The arguments whose dim 0 may be one of layers."""
+    """The arguments whose dim 0 may be the dim of layers."""
     tensors = [program.tensors[t] for t in program.inputs]
     return [i for i, t in enumerate(tensors) if t.shape and t.shape[0] in lengths and not t.dtype.startswith("key")]
 
@@ -235,8 +235,8 @@ class _InParts:
         return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
     def _number(self, stacked: Sequence[Any]) -> int:
-        """The number of a loop over layers of the forward pass. A loop of the backward pass, or after it (in an
-        optimizer), has that of the last loop that made what it reads, or that reads the same arguments.
+        """The number of a loop over layers of the forward pass. A loop of the backward pass, or of an optimizer after it, has
+        the number of the last loop that made its operands, or that reads the same arguments.
         """
         parts = [x for x in stacked if isinstance(x, _Parts) and x.dim == 0]
         arguments = frozenset[int]().union(*(x.made_from for x in parts))

@@ -1,9 +1,10 @@
 """When each instruction of a step that is cut into microbatches runs: once before them, in each of them, or once after all.
 
-A value is *same* for all microbatches, a *block* of the batch, or a *term* of a sum over all of them. What reads a block or a
-term runs in each microbatch. A sum over the microbatches is complete after the last; its readers run then, and so may read no
-block. Conversions and other moves of a term's elements run before terms are added up, so that a gradient is added up in the dtype
-in which it is used. Inside a loop, sums are complete only after it. There, an op may read terms in which its results are linear.
+A value is *same* for all microbatches, a *block* of the batch, or a *term* of a sum over all of them. An instruction that reads
+a block or a term runs in each microbatch. A sum over the microbatches is complete after the last; its readers run then, and so
+may read no block. Conversions and other moves of a term's elements run before terms are added up, so that a gradient is added
+up in the dtype in which it is used. Inside a loop, sums are complete only after it. There, an op may read terms in which its
+results are linear.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class When(IntEnum):
 class Phases:
     """The instructions of a step by when they run.
 
-    ``totals``: the values of which each microbatch makes a term, with how terms are reduced; ``blocks``: results that are blocks,
+    ``totals``: the sums to which each microbatch adds a term, with how terms are reduced; ``blocks``: results that are blocks,
     with the dim along which they are joined; ``kept``: values made in each microbatch, the same in all, that are read later.
     """
 
@@ -50,7 +51,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What is known of a value. ``line`` is the source line of the sum over all microbatches that it depends on, if any."""
+    """The known facts about a value. ``line`` is the source line of the sum over all microbatches that it depends on, if any."""
 
     when: When
     same: bool = True
@@ -66,7 +67,7 @@ def phases(body: Block, layouts: Sequence[Layout | None], results: Sequence[Layo
     """The phases of a step. ``layouts`` are those of its parameters, ``results`` those of its results.
 
     Raises:
-        MicrobatchError: naming the source line of what needs values of several microbatches at once.
+        MicrobatchError: for an op that needs values of several microbatches at once, with its source line.
     """
     sorter = _Sorter()
     for p, layout in zip(body.parameters, layouts, strict=True):
@@ -116,7 +117,7 @@ class _Sorter:
         return found
 
     def complete(self, number: int, value: _Value) -> None:
-        """Notes that the terms of a value are added up, which it is read after."""
+        """Notes that the terms of a value are added up before it is read."""
         assert value.term is not None
         if self.inside:
             raise _early(value)
@@ -211,7 +212,7 @@ class _Sorter:
         return when
 
     def _loops(self, i: Scan | While | Cond) -> list[_Value]:
-        """What is known of the results of control flow."""
+        """The known facts about the results of control flow."""
         match i:
             case Scan():
                 start = [self._of(s) for s in i.start]
@@ -251,7 +252,7 @@ class _Sorter:
 
 
 def _joined(values: Sequence[_Value]) -> _Value:
-    """What is known of a value that is one of these."""
+    """The known facts about a value that is one of these."""
     terms = {v.term for v in values if v.term is not None}
     if terms:
         raise _mixed(next(v.line for v in values if v.term is not None), "its sum over all microbatches is carried by a loop")

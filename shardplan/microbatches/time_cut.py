@@ -1,7 +1,7 @@
 """How each op of a step is cut over microbatches: the plan of a machine whose only level is time.
 
 The batch is split, state and weights are whole, and a byte that one microbatch needs of another costs so much that as few as
-possible are needed. What is left are sums over all microbatches; `phases` refuses anything else.
+possible are needed. The moves that remain are sums over all microbatches; `phases` refuses any others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The program that each device runs, spelled out: a plan's choices become a list of instructions for every body of the step.
 
 `build` reads the choices and puts a `Move` wherever a value changes its layout, with the collectives that carry it out, and a
-`Compute` for every op on a device's share of its operands. What stands here is what the explicit backend runs and what a plan
-predicts: nothing else moves a byte, but for the collectives of a `jax.shard_map` in the step itself. No JAX here.
+`Compute` for every op on a device's share of its operands. The explicit backend runs these instructions, and a plan's figures
+are theirs: nothing else moves a byte, except for the collectives of a `jax.shard_map` in the step itself. No JAX here.
 """
 
 from shardplan.schedule.changes import DimChange, later_splits, splits_buffer

@@ -149,7 +149,7 @@ class Builder:
         frame.values.update((t, self.zeros(frame, t, self.layout(frame, t))) for t in op.outputs)
 
     def zeros(self, frame: Frame, local: int, layout: Layout | None) -> int:
-        """Zeros for a sum that nothing was added to yet, or for a value without elements, whose op reads nothing."""
+        """Zeros: for a sum to which nothing has been added yet, or for a value without elements, whose op reads nothing."""
         result, shape = self.new(), self.shape(frame, local)
         frame.out.append(Fill(result, frame.ids[local], shape, layout or Layout.whole(len(shape))))
         return result
@@ -199,7 +199,7 @@ class Builder:
         return inputs, whole
 
     def told(self, frame: Frame, op: Op, results: Sequence[int], layouts: Sequence[Layout | None]) -> None:
-        """Hands the results of an op with effects, which the first device has, to all others: they are sums with zeros."""
+        """Gives the results of an op with effects, which only the first device has, to all devices, as sums with zeros."""
         if op.ordered and math.prod(self.planned.sizes) > 1:
             raise ShardplanError(
                 f"{op.primitive} at {op.source} is ordered, which JAX allows on one device alone: use ordered=False"
@@ -246,7 +246,7 @@ class Builder:
         if at != need:
             first = frame.moved.setdefault((value, need), node.backward)
             if node.backward and not first:
-                value = self.tied(frame, node, value, local)  # what the forward pass made is not kept until now
+                value = self.tied(frame, node, value, local)  # the copy of the forward pass is not kept until now
                 frame.moved[value, need] = True
         return self.move(frame, value, frame.ids[local], at, need, node.op.source)
 
@@ -327,7 +327,7 @@ class Builder:
     ) -> list[Source]:
         """The operands of a body in the layouts of its inputs; from ``stacked_from`` on they are stacked over the loop.
 
-        Zeros stand for free values among the first ``fixed``, which `remade` makes inside.
+        Zeros stand for the free values among the first ``fixed``: `remade` makes those inside.
         """
         values: list[Source] = []
         for i, (operand, t) in enumerate(zip(op.inputs[skip:], inner, strict=True)):
@@ -347,12 +347,12 @@ class Builder:
         return values
 
     def handed(self, frame: Frame, inside: Frame, value: Source, local: int | Constant, to: Layout | None, tensor: int) -> Source:
-        """What a body hands on, in its next layout."""
+        """A result of a body, in the layout in which it leaves the body."""
         before = self.layout(inside, local) if isinstance(local, int) else None
         return self.move(frame, value, tensor, before, to, "loop")
 
     def scan(self, frame: Frame, op: Op) -> None:
-        """A scan; what does not change in it is read by its body from outside, free values among that are made inside."""
+        """A scan. Its body reads values that do not change from outside, and makes free values among them itself."""
         body = op.bodies[0]
         consts, carry = int(op.params["num_consts"]), int(op.params["num_carry"])
         inside = self.inner(frame, op, 0)
@@ -384,7 +384,9 @@ class Builder:
         return isinstance(operand, int) and isinstance(frame.values[operand], Later)
 
     def remade(self, frame: Frame, inside: Frame, op: Op, fixed: Sequence[Source], inner: Sequence[int]) -> list[Source]:
-        """What does not change in a loop, free values among it made in its body, where they take no memory outside."""
+        """The values that do not change in a loop. Free values among them are made in its body: there they take no memory
+        outside.
+        """
         here = replace(frame, out=inside.out, free={})
         found: list[Source] = []
         for operand, value, t in zip(op.inputs, fixed, inner, strict=False):
@@ -396,7 +398,7 @@ class Builder:
         return found
 
     def while_(self, frame: Frame, op: Op) -> None:
-        """A while loop. Under ``vmap`` it runs while any test holds, and changes only what belongs to those."""
+        """A while loop. Under ``vmap`` it runs while any test holds, and changes only the elements for which it holds."""
         test, body = op.bodies
         a, b = int(op.params["cond_nconsts"]), int(op.params["body_nconsts"])
         inside, at_test = self.inner(frame, op, 1), self.inner(frame, op, 0)
@@ -446,9 +448,9 @@ class Builder:
         frame.values.update(zip(op.outputs, made, strict=True))
 
     def remat(self, frame: Frame, op: Op) -> None:
-        """Differentiated remat is its body behind a barrier, as JAX lowers it: what was saved is not what is computed again.
+        """A differentiated remat is its body behind a barrier, as JAX lowers it: so saved and recomputed values stay apart.
 
-        The barrier waits for what the backward pass has made since the one before, as it is before it is moved: a compiler that
+        The barrier waits for the values that the backward pass has made since the barrier before, unmoved: a compiler that
         delays gradients of weights would keep their operands, block after block.
         """
         body = op.bodies[0]
@@ -456,7 +458,8 @@ class Builder:
         values = [self.value(frame, i) for i in op.inputs]
         copies = dict(frame.copies)
         if op.again:
-            # resharded copies of what goes in go through the barrier as well: by them the body would read what was there before
+            # resharded copies of its inputs go through the barrier as well: otherwise the body would read the copies from before
+            # it
             entered = {frame.ids[i] for i in op.inputs if isinstance(i, int)}
             entering = {key: x for key, x in frame.copies.items() if key[1] in entered}
             early = frame.ties.entered(frame.out, [x for x in values if isinstance(x, int) and x in self.arguments], self.new)

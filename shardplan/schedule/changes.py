@@ -1,4 +1,4 @@
-"""What a step of a resharding does to the dims of a tensor, and to its buffer."""
+"""The change that a step of a resharding makes to the dims of a tensor, and to its buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DimChange:
 
     @classmethod
     def of(cls, step: Step) -> DimChange:
-        """That of a step; a permute has none."""
+        """The change that a step makes; a permute makes none."""
         rank = max(len(step.before.dims), len(step.after.dims))
         before, after = (list(layout.dims) + [()] * (rank - len(layout.dims)) for layout in (step.before, step.after))
         shorter = next((d for d in range(rank) if len(after[d]) < len(before[d])), -1)

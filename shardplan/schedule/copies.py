@@ -42,9 +42,9 @@ class Copies:
     def ordering_s(self, move: Move, step: Step) -> float:
         """A block is copied into another order if other dims precede the dim that is split or joined.
 
-        Of a gather or a reduce-scatter, that is the smaller of both blocks: elementwise ops and matrix products take the larger
-        one in any order. Convolutions do not, so what they read is copied too. An all-to-all may copy both what it reads and
-        what it makes.
+        A gather or a reduce-scatter copies the smaller of its two blocks: elementwise ops and matrix products take the larger
+        one in any order. Convolutions do not, so their operands are copied too. An all-to-all may copy both its operand and its
+        result.
         """
         change = DimChange.of(step)
         match step.kind:
@@ -60,7 +60,7 @@ class Copies:
             case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
                 return 0.0  # the dim is the first
             case Collective.ALL_REDUCE | Collective.PERMUTE | Collective.SHIFT | Collective.SLICE:
-                return 0.0  # no dim is split or joined by what is sent
+                return 0.0  # the exchange neither splits nor joins a dim
             case _:
                 assert_never(step.kind)
 

@@ -20,7 +20,9 @@ class Cuts:
         self._following: dict[tuple[int, Layout], tuple[Cut, ...] | None] = {}
 
     def planned(self, node: Node, use: Use) -> tuple[Cut, ...]:
-        """The cuts of a use, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
+        """The cuts of a use, from the last loop to the first: cutting a loop down to one element may remove it from the
+        remaining op.
+        """
         key = node.signature.id, use.loops
         if key not in self._planned:
             over = {v: tuple(f for f, at in enumerate(use.loops) if at == v) for v in use.loops if v >= 0}
@@ -28,7 +30,7 @@ class Cuts:
         return self._planned[key]
 
     def following(self, node: Node, layout: Layout) -> tuple[Cut, ...] | None:
-        """The cuts of an op whose results are made in a layout; None for one that cannot make them so, and runs whole."""
+        """The cuts with which an op makes its results in a layout; None for an op that cannot, and runs whole."""
         key = node.signature.id, layout
         if key not in self._following:
             self._following[key] = _following(node, layout, self._sizes)

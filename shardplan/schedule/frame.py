@@ -1,4 +1,4 @@
-"""What is known while a body of the step is spelled out."""
+"""The state of the builder inside one body of the step."""
 
 from __future__ import annotations
 

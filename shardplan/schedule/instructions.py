@@ -18,9 +18,8 @@ Source = int | Constant
 class Cut:
     """One loop of an op cut over some factors, major first.
 
-    ``ways`` is the product of their sizes. ``terms`` are the operands of which each device holds its own term of a sum, ``whole``
-    those that every device holds whole, so that it takes its block out of them. ``extent`` is the loop's, padded where it does
-    not divide.
+    ``ways`` is the product of their sizes. ``terms`` are the operands that are terms of a sum, one on each device; ``whole`` the
+    operands that every device holds whole and takes its block out of. ``extent`` is the loop's, padded where it does not divide.
     """
 
     loop: int
@@ -54,9 +53,9 @@ class Compute:
 class Move:
     """A value brought from one layout into another by these steps.
 
-    ``shape`` is that of the whole tensor, number ``tensor`` of the flat graph; wherever dim d is split, it is padded to
-    ``extents[d]``. ``reducer`` says how terms are
-    reduced where the value is partial; with a reduction of pairs ``extreme`` is the value that came with the places.
+    ``shape`` is the shape of the whole tensor, which has the number ``tensor`` in the flat graph; wherever dim d is split, it is
+    padded to ``extents[d]``. ``reducer`` says how terms are reduced where the value is partial; with a reduction of pairs
+    ``extreme`` is the value that came with the places.
     """
 
     source: int
@@ -79,7 +78,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Moves of one step each, the same collective, whose blocks travel as one flat buffer.
+    """Moves that each take one step, the same collective; their blocks travel as one flat buffer.
 
     ``step`` is the first move's with the bytes of all, as it carries them.
     """
@@ -100,7 +99,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Reblock:
-    """A value in a layout whose padded extent of dim ``dim`` changes from ``extents[dim]`` to ``extent``, all else as it is.
+    """A value whose padded extent of dim ``dim`` changes from ``extents[dim]`` to ``extent``; its layout stays.
 
     Neighbours exchange the rows that then lie elsewhere.
     """
@@ -117,12 +116,12 @@ class Reblock:
 
     @property
     def scope(self) -> str:
-        """The named scope of its exchanges; that with the n-th neighbour has ``.n`` behind it."""
+        """The named scope of its exchanges; the scope of the exchange with the n-th neighbour has ``.n`` appended."""
         return f"reblock{self.result}"
 
     def heads(self, ways: int) -> list[int]:
-        """How many rows come from each neighbour, the next one first: from behind where blocks grow, from before where they
-        shrink.
+        """How many rows come from each neighbour, the nearest first: from later neighbours if blocks grow, from earlier ones if
+        they shrink.
         """
         n, old, new = self.shape[self.dim], self.extents[self.dim] // ways, self.extent // ways
         if new > old:
@@ -191,8 +190,8 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class While:
-    """A while loop. With ``batched`` the test is a vector: the loop runs while any of it holds, and changes only the elements of
-    the carries, of these ``shapes``, ``layouts`` and padded ``extents``, for which it does.
+    """A while loop. With ``batched`` the test is a vector: the loop runs while any element holds, and changes only the elements
+    of the carries for which the test holds. The carries have these ``shapes``, ``layouts`` and padded ``extents``.
     """
 
     op: Op

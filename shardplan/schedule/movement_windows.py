@@ -45,7 +45,7 @@ def windows(schedule: Schedule, planned: PlannedProgram) -> Mapping[int, float]:
 
 
 class BlockWindows:
-    """The windows of one block, but for those of its loops' bodies. ``op_s`` are `PlannedProgram.op_seconds`."""
+    """The windows of one block, without those of its loops' bodies. ``op_s`` are `PlannedProgram.op_seconds`."""
 
     def __init__(self, block: Block, op_s: Sequence[float]) -> None:
         self._block, self._op_s = block, op_s

@@ -87,7 +87,8 @@ def planned_program(
         uses=uses,
         reads={(nodes[where, op].id, i): copy for where, b in choices.bodies.items() for (op, i), copy in b.reads.items()},
         copies=choices.copies,
-        # operands are held in their stored layout, else the layout that the op needs would spread back into the chain before it
+        # operands are held in their stored layout: otherwise the layout that the op needs would spread back into the chain
+        # before it
         held=frozenset(t for n in uses for t in graph.nodes[n].inputs if t >= 0),
         overlaps=overlaps,
         op_seconds=tuple(_seconds(graph, node, uses.get(node.id), layouts, programs.resharder) for node in graph.nodes),
@@ -95,7 +96,9 @@ def planned_program(
 
 
 def _seconds(graph: Graph, node: Node, use: Use | None, layouts: Sequence[Layout | None], resharder: Resharder) -> float:
-    """The seconds of one op: those of its use, or, inside a group with one layout, the time to move its share of the bytes."""
+    """The seconds of one op: the seconds of its use, or, inside a group with one layout, the time to move its share of the
+    bytes.
+    """
     if use is not None:
         return use.compute_s
     traffic = node.costed.traffic

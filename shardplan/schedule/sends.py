@@ -1,4 +1,4 @@
-"""What a schedule sends: every collective instruction with its devices, its bytes and how often a training step runs it.
+"""The collectives that a schedule sends: every instruction with its devices, its bytes and how often a training step runs it.
 
 This is the prediction that a compiled program is compared with, one for one: each collective stands in a named scope that the
 backend gives it too. Devices are numbered row-major over the mesh's axes.
@@ -131,13 +131,13 @@ class _Reader:
             yield replace(one, hideable_s=hideable_s) if hideable_s else one
 
     def loop(self, loop: While, times: float) -> Iterator[Issued]:
-        """The collectives of a while loop, taken as one iteration; a body with a batched test asks again which elements go on."""
+        """The collectives of a while loop, counted for one iteration; a body with a batched test evaluates the test again."""
         for block in (loop.test, *([loop.test] if loop.batched else []), loop.body):
             for one in self.block(block, times):
                 yield replace(one, sends=tuple(replace(s, known=False) for s in one.sends))
 
     def move(self, move: Move, times: float) -> Iterator[Issued]:
-        """The collectives of a move: those of step n stand in its scope number n."""
+        """The collectives of a move; the collectives of step n are in its scope number n."""
         size, buffered = 0, False
         for n, step in enumerate(move.steps):
             change = DimChange.of(step)
@@ -147,7 +147,7 @@ class _Reader:
                 size = self.local_size(move, step.before, padded=[dim for dim, _ in splits])
                 size, buffered = -(-size // blocks // ways) * ways * blocks, True  # a block's elements are padded
             if not buffered:
-                size = self.local_size(move, step.before, step.after)  # what is about to be split is padded
+                size = self.local_size(move, step.before, step.after)  # a dim that is about to be split is padded
             copied_s = 0.0 if buffered else self.copies.ordering_s(move, step)
             yield from _with_copies(self.hop(f"{move.scope}.{n}", step, move, size, times), copied_s)
             buffered = buffered and len(step.after.dims) > len(move.shape)
@@ -171,7 +171,7 @@ class _Reader:
             yield replace(one, along=tuple((move.tensor, move.line) for move in bundle.moves[1:]))
 
     def shift(self, send: Send, over: tuple[int, ...], layout: Layout) -> Issued:
-        """What every device sends to its neighbour."""
+        """The collective in which every device sends to its neighbour."""
         return self.issued([send], Step(Collective.SHIFT, over, send.nbytes, layout, layout, 0.0), send.nbytes)
 
     def issued(self, own: Sequence[Send], step: Step, operand_bytes: int) -> Issued:
@@ -197,9 +197,9 @@ class _Reader:
         return size
 
     def reblock(self, reblock: Reblock, times: float) -> Iterator[Issued]:
-        """What neighbours exchange where the blocks of a dim change their extent; all other dims as they lie.
+        """The exchanges between neighbours when the blocks of a dim change their extent; all other dims stay as they lie.
 
-        What goes further than to the next device (``heads`` after the first) is priced as if it went there.
+        Rows that go further than to the next device (``heads`` after the first) are priced as if they went to the next.
         """
         sizes = [
             p // self.ways(fs) if fs else n for n, p, fs in zip(reblock.shape, reblock.extents, reblock.layout.dims, strict=True)
@@ -219,7 +219,7 @@ class _Reader:
     def step(
         self, step: Step, move: Move, size: int, dtype: str, at: Callable[[int, Collective, Groups, int], Send]
     ) -> Iterator[Send]:
-        """The instructions of one step; ``at`` is told the bytes of an element, then what a `_Sender` is told."""
+        """The instructions of one step; ``at`` takes the bytes of an element, then the arguments of a `_Sender`."""
         width = itemsize(dtype)
         match step.kind:
             case Collective.SLICE:
@@ -285,7 +285,7 @@ class _Reader:
         return description.loops[c.loop].extent
 
     def halos(self, compute: Compute, times: float) -> Iterator[Issued]:
-        """What neighbours exchange for an op: the first cut's blocks first, each with the halos of those before it."""
+        """The exchanges between neighbours for an op: the first cut's blocks first, each with the halos of those before it."""
         signature = compute.node.signature
         strategies = [signature.cut(c.loop, c.ways) for c in compute.cuts]
         shapes = [list(shape) for shape in signature.call.operands]

@@ -147,7 +147,7 @@ def _host(x: Any) -> Any:
 
 
 _KEYS = {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
-"""By the dtype of keys: their generator, and how many words a key has."""
+"""The generator of keys and the number of words of a key, by the dtype of keys."""
 
 
 def _is_key(x: Any) -> bool:
@@ -294,8 +294,8 @@ def _magnitude(x: Any) -> float:
 
 
 def difference(got: Any, want: Any, tolerance: float, size: float) -> str:
-    """How an array differs from the wanted one, ``""`` if it does not: by over ``tolerance`` times (1 + ``size``) where numbers
-    may round, else at all.
+    """How an array differs from the wanted one; ``""`` if it does not. Numbers that may round differ if they are over
+    ``tolerance`` times (1 + ``size``) apart, others if they are unequal.
     """
     if _is_key(want):
         got, want = np.asarray(jax.random.key_data(got)), np.asarray(jax.random.key_data(want))
@@ -321,5 +321,5 @@ def difference(got: Any, want: Any, tolerance: float, size: float) -> str:
 
 
 def same_everywhere(call: Call, strategy: Strategy) -> bool:
-    """Whether every worker runs the same on its share: nothing of it depends on which share that is."""
+    """Whether every worker runs the same program on its share, whichever share it is."""
     return localize(call, strategy).run is plain

@@ -154,8 +154,8 @@ def _recognised(name: str, body: Any) -> bool:
 def _fits(name: str, body: Any) -> bool:
     """Whether a call has the operands and results that its description takes.
 
-    It may not under vmap, or inside remat, where JAX removes unused results. The call is then seen through, with a warning
-    (without one if no result is left).
+    Under vmap, or inside remat, where JAX removes unused results, it may lack some. The call is then seen through, with a
+    warning (without one if no result is left).
     """
     if not body.out_avals:
         return False
@@ -206,7 +206,7 @@ def describe(call: Call) -> Description | None:
 
 
 def _pattern(call: Call, function: RuleFunction) -> Hashable:
-    """All of a call that a built-in elementwise rule depends on: its extents count as 0, 1 or more. None for other rules."""
+    """Everything in a call on which a built-in elementwise rule depends: extents count as 0, 1 or more. None for other rules."""
     if function.__module__ != _ELEMENTWISE:
         return None
     shapes = tuple([tuple([n if n < 2 else 2 for n in shape]) for shape in (*call.operands, *call.results)])

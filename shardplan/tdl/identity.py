@@ -1,8 +1,8 @@
 # pyright: basic
 """Whether a call in a program is of the registered function, and not of another one with the same name.
 
-The registered function is traced on the call's shapes, and the two programs are compared op by op, with their constants. Where
-they differ (another function, other static arguments, another constant inside a kernel) the description does not apply.
+The registered function is traced on the call's shapes, and the two programs are compared op by op, with their constants. If they
+differ (another function, other static arguments, another constant inside a kernel), the description does not apply.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def same_function(function: Callable[..., Any], name: str, body: Any, operands: 
 
 
 def same_kernel(run: Callable[..., Any], name: str, params: Any, operands: Sequence[Any]) -> bool:
-    """Whether ``run`` on operands of these types calls this kernel; also if it calls none of that name or cannot be traced."""
+    """Whether ``run`` on operands of these types calls this kernel. True also if it calls no kernel of that name, or cannot be
+    traced.
+    """
     traced = _traced(run, name, operands)
     equations = () if traced is None else _jax.equations(traced.jaxpr)
     kernels = [e.params for e in equations if kernel_name(e.primitive.name, e.params) == name]
@@ -107,7 +109,7 @@ def _read(counterpart: dict[Any, Any], one: Sequence[Any], two: Sequence[Any]) -
 
 
 def _same_params(e: Any, f: Any) -> bool:
-    """Whether two equations have the same parameters; of custom calls and ``jit`` only the programs count.
+    """Whether two equations have the same parameters; for custom calls and ``jit``, only the programs count.
 
     Derivative rules are no longer needed by then, and a ``jit``'s preferred shardings do not change its values.
     """

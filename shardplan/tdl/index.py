@@ -235,7 +235,7 @@ class Interval:
 def interval(expr: IndexExpr, extents: Mapping[int, int], cut: int, ways: int) -> Interval | None:
     """The interval that ``expr`` sweeps while loop ``cut`` runs over worker w's block of ``extents[cut] / ways`` iterations.
 
-    The other loops run over their whole range. None where no single ``step`` fits all workers (a stride across blocks).
+    The other loops run over their whole range. None if no single ``step`` fits all workers (a stride across blocks).
     """
     match expr:
         case Affine():

@@ -1,4 +1,6 @@
-"""What an op is inside the kernels that XLA compiles for GPUs: which ops begin one, end one, or are part of another."""
+"""The role of an op inside the kernels that XLA compiles for GPUs: some ops begin a kernel, some end one, some are part of
+another's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 - ``none``: it renames a buffer: a reshape, a sum over dims of size 1. No kernel runs.
 - ``loop``: each element of the result is computed from elements of the operands: XLA fuses it into its readers.
 - ``transpose``: a loop that reads in another order than it writes: it ends a kernel.
-- ``reduction``: it ends a kernel, which computes what it reduces, too.
+- ``reduction``: it ends a kernel, which also computes the values that it reduces.
 - ``product``: a library call, or a kernel of fused attention, on stored operands.
 - ``update``: a loop that writes part of a buffer in place.
 - ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
@@ -134,8 +136,8 @@ def _is_filters_gradient(call: Call) -> bool:
 
 
 def filter_of(call: Call) -> Literal["operand", "result", ""]:
-    """Where a convolution has a filter in an order that the library does not take: the second operand, or, in the gradient of the
-    filter, the result.
+    """The place of a convolution's filter if it lies in an order that the library does not take: the second operand, or, in the
+    gradient of the filter, the result.
 
     The library wants the output features first, then the input features. Empty where the filter lies so, and for other ops.
     """

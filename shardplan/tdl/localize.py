@@ -340,7 +340,7 @@ def _counted(call: Call, local: Local) -> Local:
 
 
 def counted_in(local: Local, call: Call) -> Local:
-    """A share of a padded call that counts random bits, and rows looked up or written, as in ``call``, unpadded."""
+    """A share of a padded call. It counts random bits, and rows that are looked up or written, as the unpadded ``call`` does."""
     if call.primitive == "gather" or call.primitive.startswith("scatter"):
         return (_gather if call.primitive == "gather" else _scatter)(call, local)
     if "whole" not in local.call.params or "whole" in call.params:

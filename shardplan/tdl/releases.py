@@ -1,5 +1,5 @@
 # pyright: basic
-"""What each tested release of JAX has: its primitives with the names of their parameters, and how the installed JAX differs.
+"""The primitives of each tested release of JAX with the names of their parameters, and how the installed JAX differs.
 
 `releases.json` beside this file holds a record of each release in `shardplan.versions.TESTED`. A test compares the record of the
 installed release with the installed JAX, and writes it anew with ``pytest --update-golden``.
@@ -27,9 +27,10 @@ from shardplan.versions import TESTED, jax_version, nearest_tested
 RECORDS = Path(__file__).with_name("releases.json")
 REFUSED = "(its case is refused)"
 REFUSALS = (AttributeError, TypeError, UnboundCaseError)
-"""What a proof case raises where JAX has renamed a function, changed its parameters, or no longer binds the primitive."""
+"""The errors of a proof case if JAX has renamed a function, changed its parameters, or no longer binds the primitive."""
 Primitives = Mapping[str, tuple[str, ...]]
-"""Each primitive with the sorted names of its parameters; none for one that no proof case and no sample applies."""
+"""Each primitive with the sorted names of its parameters; empty for a primitive that neither a proof case nor a sample applies.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Differences:
 
 
 def differences() -> Differences:
-    """How the installed JAX differs from the tested release that it is like."""
+    """How the installed JAX differs from the tested release that is nearest to it."""
     release = nearest_tested(jax_version())
     return compared(release, records()[release], installed())
 

@@ -2,12 +2,12 @@
 """Slices, scatters and FFTs rewritten around faults of XLA. No rewrite changes a result.
 
 - *The compiler* of some releases (`shardplan.tdl.xla_quirks.merges_slices`) merges two nested dynamic slices into one that
-  starts at the sum of their starts. That is wrong where a start is out of range and would be clamped. A device's program has such
+  starts at the sum of their starts. That is wrong if a start is out of range and would be clamped. A device's program has such
   pairs that its author never wrote: a device slices its share out of a dynamic slice, and a scatter of one row becomes a slice
   that reads the row which it may have to keep. So starts are clamped, and an optimization barrier stands in front of the operand
   of a scatter of one row.
 - *The partitioner* of these releases may leave one row of many to a device, so in a program that it partitions, every scatter has
-  that barrier. It costs a copy where the compiler would have merged a scatter with what is added to it.
+  that barrier. It costs a copy if the compiler would have merged a scatter with an addition to its result.
 - *The compiler for CPUs* runs an FFT only in row-major order, so its operand and result are held in that order.
 """
 

@@ -143,7 +143,7 @@ def _one_of_each(monomials: list[tuple[int, ...]], chosen: frozenset[int], barre
 
 
 def _regions(description: Description, loop: int, ways: int) -> Regions | None:
-    """The placement required of each operand that the loop splits; None where some region is no placement."""
+    """The placement required of each operand that the loop splits; None if no placement describes some region."""
     extents = {i: info.extent for i, info in enumerate(description.loops)}
     own_index = Affine(((loop, 1),))
     along = interval(own_index, extents, loop, ways)

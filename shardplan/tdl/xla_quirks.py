@@ -114,10 +114,10 @@ _NONE: frozenset[int] = frozenset()
 class Fence:
     """A fault of XLA's partitioner: each device cuts these ``loops`` of a call itself, on its own share; they are never padded.
 
-    ``fault`` says what the partitioner does, and ``releases`` in which tested releases of JAX (all of them, unless some are
-    named): in the others the fence does not apply. A call that is fenced ``alone`` may neither keep partial sums nor pass them
-    on. ``python -m tests.emit.proof.fences`` lifts each fence and prints what goes wrong. It proves ``primitives``, those whose
-    calls or gradients have the fault, with draws from ``seed`` on.
+    ``fault`` says what the partitioner does; ``releases`` are the tested releases of JAX that have the fault (all of them,
+    unless some are named). In the others the fence does not apply. A call that is fenced ``alone`` may neither keep partial sums
+    nor pass them on. ``python -m tests.emit.proof.fences`` lifts each fence and prints what goes wrong. It proves
+    ``primitives``, whose calls or gradients have the fault, with draws from ``seed`` on.
     """
 
     name: str
@@ -213,7 +213,7 @@ FENCES = (
     Fence("and, or of integers: reduced loops", ("reduce_and", "reduce_or"), "has no such all-reduce on the CPU", _bitwise_loops),
     Fence(_LOST_NAN, (*_REDUCTIONS, *_WINDOW_EXTREMES), "loses NaN", _extreme_loops),
 )
-"""What the partitioner gets wrong, found by running every cut of every primitive (`tests/emit/proof`) on each tested release."""
+"""The faults of the partitioner, found by running every cut of every primitive (`tests/emit/proof`) on each tested release."""
 
 
 def fences() -> tuple[Fence, ...]:

@@ -1,4 +1,4 @@
-"""Delays the readers of a value until after the barrier that waits for it, and the moves of it that nothing reads earlier.
+"""Delays the readers of a value until after the barrier that waits for it, and those of its moves that nothing reads earlier.
 
 The builder emits a move at once. The barrier must wait for the unmoved value, not for the collective. It also needs a reader of
 that value: a compiler drops what a barrier hands to nobody, and then the barrier does not wait for it.
@@ -15,7 +15,7 @@ from shardplan.schedule.passes.renaming import Renaming
 
 
 def waited(block: Block) -> Block:
-    """A block in which all that is later than a barrier reads its late values behind it."""
+    """A block in which every instruction after a barrier reads the barrier's results instead of its late values."""
     return _Waiting().block(block)
 
 
@@ -41,12 +41,12 @@ class _Waiting(Renaming):
             else:
                 kept.append(instruction)
         renamed = Block(block.parameters, tuple(kept), tuple(self.source(s) for s in block.results))
-        self.same = outside  # what a body hands on is not known around it
+        self.same = outside  # names inside a body do not hold around it
         return renamed
 
 
 def _sunk(block: Block) -> tuple[list[Instruction], dict[int, int]]:
-    """(the instructions, their barriers waiting for values before they are moved; by place of a step: that of its barrier)."""
+    """(the instructions, with barriers that wait for unmoved values; the place of its barrier, by the place of a step)."""
     needed = _needed(block)
     steps: dict[int, tuple[int, int]] = {}  # by value that a step makes: (the value that it reads, its place)
     readers: dict[int, list[int]] = {}  # by value: the places of the steps that read it
@@ -74,7 +74,7 @@ def _sunk(block: Block) -> tuple[list[Instruction], dict[int, int]]:
                 moved = len(chain) if isinstance(block.instructions[at], Move) else moved
             origins.append(path[moved])
             sunk |= dict.fromkeys(chain[:moved], place)
-            for value in path[:moved]:  # what else is made of these waits with them: nothing reads it before
+            for value in path[:moved]:  # other values made of these wait with them: nothing reads them before
                 sunk |= _after(value, place, readers, block)
         instructions[place] = replace(i, values=(*i.values[: -i.late], *origins))
     return instructions, dict(sorted(sunk.items()))
@@ -91,9 +91,9 @@ def _after(value: int, place: int, readers: Mapping[int, Sequence[int]], block: 
 
 
 def _needed(block: Block) -> dict[int, int]:
-    """By value: the place of the first instruction that reads it, or what steps make of it.
+    """By value: the place of the first instruction that reads it, or that reads a value that steps make of it.
 
-    Neither a step is such an instruction, nor a barrier that waits for the value.
+    Steps, and barriers that wait for the value, do not count.
     """
     end = len(block.instructions)
     result = {s: end for s in block.results if isinstance(s, int)}

@@ -1,8 +1,8 @@
 """Bundles: moves that take the same collectives over the same factors travel together, as one flat buffer (Tofu, section 6).
 
-A bundle saves the latency of all moves but one. It waits for its last source, so that what is reduced stays a little longer, and
-it brings what is gathered a little earlier: so it takes no more bytes than make its latency a small share of its time. For the
-same reason less compute can hide it: moves travel together only if that gains more than it exposes.
+A bundle saves the latency of all moves but one. It waits for its last source, so values to be reduced are held a little longer,
+and it brings gathered values a little earlier. So it takes only as many bytes as make its latency a small share of its time. For
+the same reason less compute can hide it: moves travel together only if that gains more than it exposes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardplan.schedule.planned import PlannedProgram
 def bundled(block: Block, planned: PlannedProgram) -> Block:
     """A block, and the blocks in it, whose moves travel together where that costs less.
 
-    Where communication hides, a second that can hide costs what it does in a step that computes longer than it communicates.
+    If communication hides, a hideable second is priced as in a step that computes longer than it communicates.
     """
     network = planned.programs.resharder.network
     assert isinstance(network, Network), "schedules are priced in seconds"
@@ -42,7 +42,7 @@ def bundled(block: Block, planned: PlannedProgram) -> Block:
 
 
 class _Key(NamedTuple):
-    """What moves that travel together have in common; ``over`` are the factors in the order of the blocks."""
+    """The properties that moves of one bundle share; ``over`` are the factors in the order of the blocks."""
 
     dtype: str
     kind: StepKind
@@ -54,7 +54,7 @@ class _Key(NamedTuple):
 class _Group:
     """Moves that travel together, from these ``places`` in their block.
 
-    ``cost`` is that of their collective with the copies into one buffer and out of it, ``apart`` what they cost one by one, each
+    ``cost`` is the cost of their collective with the copies into one buffer and out of it, ``apart`` their cost one by one, each
     with the copies beside it. Copies never hide.
     """
 
@@ -142,7 +142,7 @@ class _Bundling:
         return float(self.weights.of(np.array(seconds), windows.of(places)))
 
     def key(self, move: Move) -> _Key | None:
-        """What moves that may travel together have in common; None for a move that travels alone."""
+        """The properties that moves of one bundle share; None for a move that travels alone."""
         if move.reducer != "sum" or move.extents != move.shape or 0 in move.shape or len(move.steps) != 1:
             return None  # moves with several steps split the buffer
         step = move.steps[0]

@@ -1,8 +1,8 @@
 """Equal instructions are run once: the same op on the same values, the same value brought into the same layout.
 
-A compiler would find them as well, and what is predicted must be what is sent. So is what adds or takes away zeros (the mean of a
-norm that has none): its result is its operand. Barriers keep apart what a plan wants made twice;
-two barriers before the same values are one.
+A compiler would find them as well, and what is predicted must be what is sent. An op that adds or subtracts zeros (the mean of a
+norm that has none) is dropped too: its result is its operand. Barriers keep instructions apart that a plan runs twice on
+purpose; two barriers before the same values are one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _zero(source: Source, zeros: set[int]) -> bool:
 
 
 def _key(instruction: Instruction) -> tuple[object, ...] | None:
-    """What equal instructions have in common; None for one that is never shared."""
+    """The key that equal instructions share; None for an instruction that is never shared."""
     match instruction:
         case Compute():
             if not instruction.node.op.repeatable:

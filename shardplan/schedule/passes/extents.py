@@ -1,10 +1,10 @@
 """Extents of dims that do not divide: blocks of 22 rows over 2 are 11 each, over 8 they are 3, and eight of them gather to 24.
 
-Blocks nest where a dim has one *padded extent* wherever it is split: the least multiple of all the ways that are met, no less
-than the dim itself. What lies beyond the end is undefined. A dim that is whole on a device has its true extent. Dims that an op
-cuts by the same loop have one extent; those that a move connects have one where they can. The step's arguments and results, and
-loops that an op reads beside their own index, have the true extent: where such a dim meets a padded one, a *reblock* moves the
-rows between neighbours (`Reblock`).
+Blocks nest if a dim has one *padded extent* wherever it is split: the least multiple of all numbers of ways in which it is
+split, no less than the dim itself. Elements beyond the end are undefined. A dim that is whole on a device has its true extent.
+Dims that an op cuts by the same loop have one extent; those that a move connects have one where they can. The step's arguments
+and results, and loops that an op reads beside their own index, have the true extent: where such a dim meets a padded one, a
+*reblock* moves the rows between neighbours (`Reblock`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _remainder(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bo
 
 @dataclass(slots=True)
 class _Facts:
-    """What is known of a class: the dim's true extent (0: not met yet), the ways that it is cut into, whether it is exact."""
+    """The facts about a class: the dim's true extent (0: not met yet), the number of ways in which it is cut, whether it is
+    exact.
+    """
 
     size: int = 0
     ways: int = 1
@@ -100,7 +102,7 @@ class _Classes:
         self._joined = False
 
     def find(self, place: _Place) -> _Place:
-        """What stands for a place's class."""
+        """The place that stands for a place's class."""
         if place not in self.parent:
             self.parent[place] = place
             self.facts[place] = _Facts()
@@ -121,7 +123,7 @@ class _Classes:
             mine.ways = math.lcm(mine.ways, other.ways)
 
     def cut(self, place: _Place, size: int, ways: int) -> None:
-        """A place whose dim of this extent is cut so many ways."""
+        """Notes that the dim at a place has this extent and is cut this many ways."""
         facts = self.facts[self.find(place)]
         facts.size = size
         facts.ways = math.lcm(facts.ways, ways)
@@ -214,7 +216,7 @@ class _Classes:
                     self.meet(place, ("value", compute.results[r], at.dim), alone=alone)
 
     def meet(self, cut: _Place, dim: _Place, *, alone: bool) -> None:
-        """A dim that a cut splits: of the loop's extent where it is read at the loop's own index, else exact."""
+        """A dim that a cut splits: it has the loop's extent if it is read at the loop's own index; else it is exact."""
         if alone:
             self.join(cut, dim)
         else:

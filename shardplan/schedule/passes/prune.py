@@ -1,4 +1,4 @@
-"""Leaving out what nobody reads: an instruction without effects whose results reach no result of the step.
+"""Removes instructions without effects whose results reach no result of the step.
 
 A compiler would leave it out as well, and what is predicted must be what is sent.
 """
@@ -43,7 +43,7 @@ def pruned(block: Block) -> Block:
 
 
 def _left(instruction: Instruction, live: set[int]) -> Instruction | None:
-    """What is left of an instruction of whose results these are read."""
+    """The rest of an instruction if only these of its results are read."""
     match instruction:
         case Compute():
             return instruction if instruction.once or not live.isdisjoint(instruction.results) else None
@@ -74,7 +74,7 @@ def _cond(cond: Cond, live: set[int]) -> Cond | None:
 
 
 def _scan(scan: Scan, live: set[int]) -> Scan | None:
-    """A scan without what feeds only results that nobody reads; a carry is read where a live result needs it."""
+    """A scan without the values that feed only unread results; a carry is read if a live result needs it."""
     carry = len(scan.start)
     kept = [r in live for r in scan.results]
     while True:

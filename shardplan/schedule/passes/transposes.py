@@ -3,7 +3,7 @@
 A gradient is a product, reduced and then transposed to lie as its weight does. A product writes its result in any order, so the
 transpose costs nothing before the collectives. After them, it costs what it moves: a collective leaves its blocks in one order
 (`shardplan.schedule.copies`), and the optimizer's update would read in one order and write in another, so not in place. Where
-collectives split a dim and join it again, that is the dim that copies least.
+collectives split a dim and join it again, the pass takes the dim that copies least.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def transposed_first(block: Block, planned: PlannedProgram) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Moves of which each alone reads the one before, by their places; ``reader`` is what alone reads the last, if that is one
-    instruction.
+    """Moves in a row, by their places: each is the only reader of the one before. ``reader`` is the only reader of the last, if
+    it has just one.
     """
 
     places: tuple[int, ...]
@@ -86,7 +86,7 @@ class _Transposing:
         return None if self.copied_s(led) > self.copied_s(moves) else [first, *led]
 
     def led(self, moves: Sequence[Move]) -> Sequence[Move]:
-        """The moves, what they split and join again along the dim that copies least."""
+        """The moves, which split and join again along the dim that copies least."""
         first, last = moves[0], moves[-1]
         layouts = [step.after for move in moves for step in move.steps][:-1]
         whole = [d for d in range(len(first.shape)) if not first.before.dims[d] and not last.after.dims[d]]

@@ -1,4 +1,4 @@
-"""Proof cases: for each primitive, a generator of calls as varied as it allows, which verification runs against JAX.
+"""Proof cases: for each primitive, a generator of calls, as varied as the primitive allows, which verification runs against JAX.
 
 A generator draws shapes (from a small pool, so that compiled ops are reused), dtypes and parameters. A new primitive needs one
 function in the file of its family.

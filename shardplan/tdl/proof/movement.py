@@ -143,5 +143,5 @@ def _iota_2x32(name: str, draw: Draw) -> Case:
 
 @case("device_put")
 def _device_put(name: str, draw: Draw) -> Case:
-    """On a device: one without is no op of a step."""
+    """With a device: without one, `jax.device_put` adds no op to a step."""
     return traced(name, lambda x: jax.device_put(x, jax.devices()[0]), _any(draw, shape(draw)))

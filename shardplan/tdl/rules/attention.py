@@ -30,8 +30,8 @@ _ALL = slice(None)
 def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -> int:
     """The number of (query, key) pairs whose scores a kernel computes, in one head of one example.
 
-    All pairs count, or, if ``causal``, those whose key is not ahead of the query (about half). With a ``window``, each query has
-    at most that many keys, the last ones.
+    All pairs count; if ``causal``, only pairs whose key is not ahead of the query (about half). With a ``window``, each query
+    has at most that many keys, the last ones.
 
     >>> pairs(4, 4, causal=True), pairs(4, 2, causal=True), pairs(4, 4, causal=False), pairs(4, 4, causal=True, window=2)
     (10, 7, 16, 7)
@@ -118,7 +118,7 @@ def _attention_kernel(call: Call, *operands: TensorRef) -> tuple[Lambda, ...]:
 def _free_dims(call: Call, grid: KernelGrid) -> frozenset[int]:
     """The grid dims along which the kernel may be cut: they count equal blocks of each result, and the body reads no index.
 
-    Only blocks of one element are shared by several programs, and only blocks of operands.
+    Several programs may share a block only if it is a block of an operand and has one element.
     """
     shapes = (*call.operands, *call.results)
     counted: dict[int, set[tuple[int, int]]] = {}

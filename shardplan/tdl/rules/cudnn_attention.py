@@ -65,7 +65,7 @@ class _Attention:
     def flops(self, products: int) -> float:
         """The flops of ``products`` matrix products over the (query, key) pairs.
 
-        Pairs that a causal mask or a window leaves out do not count. Those that a padding mask leaves out do: their number is
+        Pairs that a causal mask or a window leaves out do not count. Pairs that a padding mask leaves out count: their number is
         not known.
         """
         found = pairs(self.queries, self.keys, causal=self.causal or self.window is not None, window=self.window)
@@ -150,7 +150,7 @@ def _backward(call: Call, *x: TensorRef) -> tuple[Lambda, ...]:
     by_query, sums = [x[0], *x[11:]], x[10]
 
     def opaque(flops: float, batch: Any, place: Any, heads: Sequence[Any], key_head: Any, hidden: tuple[Any, ...]) -> Scalar:
-        """An opaque function of what these queries and one head of keys read; ``hidden`` are the indices inside it."""
+        """An opaque function of the elements at these queries and one head of keys; ``hidden`` are the indices inside it."""
         keys = [ref[own.at(batch, _ALL, key_head, _ALL)] for ref in x[1:3]]
         rows = [sums[batch, head, place] for head in heads]
         reads = [*own.query_reads(by_query, batch, place, heads), *rows, *keys, *own.side_reads(x, batch, place, heads)]

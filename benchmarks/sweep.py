@@ -25,8 +25,8 @@ from models import gpt
 from shardplan.report.sweep import Sweep
 
 BATCHES = (32, 64, 128, 256, 512)
-CLUSTERS = ("dgx-h100:1", "dgx-h100:2", "dgx-h100:4")
-MEMORY = ("auto", "40GiB", "20GiB", "10GiB")
+CLUSTERS = ("dgx-h100:1", "dgx-h100:2", "dgx-h100:4", "dgx-h100:8")
+MEMORY = ("auto", "50GiB", "40GiB")
 SIZES = {"width": 1024, "sequence": 512, "heads": 16, "vocabulary": 4096}
 TARGET_S = 120.0
 

@@ -106,3 +106,17 @@ def test_json_and_scripts_have_no_colours(monkeypatch: pytest.MonkeyPatch, capsy
     assert not ESCAPE.search(capsys.readouterr().out)
     assert main(["mesh", "list"]) == 0
     assert ESCAPE.search(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}])
+def test_a_long_search_shows_its_best_plan_and_leaves_the_report_alone(environment: dict[str, str]) -> None:
+    words = ["plan", "models.gpt:train_step", "--cluster", "2x2x2", "--set", "layers=4", "--set", "batch=64"]
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(*words, **environment))
+    bar, title, report = text.partition("step        models.gpt:train_step")
+    assert re.search(r"best \d+ us, gap \d+\.\d%", bar)
+    assert "coarsening" in bar
+    piped = subprocess.run([sys.executable, "-m", "shardplan", *words], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert piped.stderr == ""
+    own, other = ([line for line in lines.splitlines() if "planned in" not in line] for lines in (title + report, piped.stdout))
+    assert own == other

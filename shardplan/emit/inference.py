@@ -121,7 +121,7 @@ def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[Pa
     out = [None if i is None else shardings[i] for i in traced.program.feedback]
     emit = UnconstrainedEmitter(planned, mesh, named=True)
     jitted = jax.jit(emit, in_shardings=shardings, out_shardings=out, keep_unused=True)
-    lowered = jitted.trace(*traced.in_shapes).lower(lowering_platforms=("cpu",))
+    lowered = jitted.trace(*traced.in_shapes).lower(lowering_platforms=(jax.default_backend(),))
     return _by_tensor(_jax.inferred(lowered, planned.names, planned.sizes), planned.graph, planned.names)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from shardplan.collectives.issued import PlannedCollective
 from shardplan.cost import TIME, objective_of
 from shardplan.errors import PlanFileError
 from shardplan.graph import Graph, flatten
-from shardplan.graph.updates import described, value_names
+from shardplan.graph.updates import value_names
 from shardplan.ir import Backend, Choices, Program
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.data import Argument, Baseline, PlanData
@@ -65,14 +65,17 @@ def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Se
     }
 
 
-def collectives_of(session: Session, run: Scheduled | None) -> tuple[PlannedCollective, ...]:
-    """Every collective of one step, in the order of the program, with the names of its tensors (`value_names`, `described`).
+def collectives_of(
+    session: Session, run: Scheduled | None, unnamed: Mapping[int, str] | None = None
+) -> tuple[PlannedCollective, ...]:
+    """Every collective of one step, in the order of the program, with the names of its tensors (`value_names`); those without one
+    are numbered (``value 83``), or are what ``unnamed`` says.
 
     They are those of the schedule (``run``), or, without one, those that the search priced.
     """
     graph, decisions, factors = session.graph, session.decisions, session.problem.factors
     names = value_names(graph, session.program.output_paths)
-    all_names = described(graph) | names
+    all_names = {**(unnamed or {}), **names}
     return tuple(
         PlannedCollective(
             i.step.kind.hlo,

@@ -21,6 +21,7 @@ from shardplan.frontend.constraints import with_constraints
 from shardplan.frontend.given_shardings import GivenShardings, from_rules, from_tree
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
+from shardplan.graph.updates import described
 from shardplan.hlo.reshards import unforeseen
 from shardplan.ir import Constraint, spec_text
 from shardplan.mesh import Cluster, factors
@@ -280,7 +281,7 @@ class _Step:
 
 def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constraints: str, *, measure: bool) -> Score:
     own = _Step.of(mine)
-    collectives, peak = collectives_of(own.session, own.run), own.session.solution.peak_bytes
+    collectives, peak = collectives_of(own.session, own.run, described(own.session.graph)), own.session.solution.peak_bytes
     best = min((mine.step_time_s, mine.communication_bytes), (own.run.step_time_s, own.run.communication_bytes))
     return Score(
         step_time_s=own.run.step_time_s,

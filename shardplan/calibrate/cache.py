@@ -35,7 +35,7 @@ def key_of(identity: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The measurements in one folder, by `key_of`. ``entries`` holds those of its file and those added since."""
+    """The measurements in one folder, by `key_of`. ``entries`` holds the measurements of its file and those added since."""
 
     folder: Path
     entries: dict[str, Timed] = field(default_factory=dict[str, Timed])

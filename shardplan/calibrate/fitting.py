@@ -242,7 +242,7 @@ def contention_of(compute_s: float, communication_s: float, both_s: float) -> fl
     """The factor c by which compute and communication slow each other, from the seconds of each alone and of both together.
 
     While both run, each takes c times as long. The shorter one ends after ``c * shorter``; the longer one then has
-    ``longer - shorter`` left. So ``both = c * shorter + longer - shorter``. Below 1, as noise may have it, the factor is 1.
+    ``longer - shorter`` left. So ``both = c * shorter + longer - shorter``. Noise may put c below 1; then the result is 1.
 
     >>> contention_of(2.0, 3.0, 5.0), contention_of(2.0, 3.0, 3.0)
     (2.0, 1.0)

@@ -41,7 +41,7 @@ from shardplan.mesh.profile import Profile
 from shardplan.plans.xla_flags import xla_flags
 
 _HARNESS = 1
-"""Part of every cache key: raised whenever kernels or timing change what is measured."""
+"""Part of every cache key: raised whenever a change of kernels or timing makes older measurements invalid."""
 
 Observer = Callable[[str, float], None]
 

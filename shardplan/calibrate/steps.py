@@ -18,7 +18,7 @@ from shardplan.verify.on_host import drawn
 
 
 class RunnablePlan(Protocol):
-    """A plan, as far as it is run here."""
+    """The part of a plan that measuring uses."""
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Any:
         """The mesh on these devices."""

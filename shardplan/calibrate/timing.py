@@ -1,8 +1,8 @@
 """Seconds of functions that run on all devices of a mesh at once, repeated inside one program and interleaved with one another.
 
-The compiled program of a function executes it in a loop, as often as takes `TARGET_S`. The programs run in rounds, one run of
-each per round, so that a disturbance affects all of them alike. The seconds of a function are the median over the rounds, less
-those of an empty program; its spread is the distance between the quartiles over the median.
+The compiled program of a function executes it in a loop, so many times that a run takes `TARGET_S`. The programs run in rounds,
+one run of each per round, so that a disturbance affects all of them alike. The seconds of a function are the median over the
+rounds, less those of an empty program; its spread is the distance between the quartiles over the median.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def timed(tasks: Sequence[TimedFunction], mesh: Mesh, *, rounds: int, done: Call
 
 
 def per_execution(seconds: Sequence[float], started_s: float, times: int) -> list[float]:
-    """Seconds of one execution from those of runs of a program with ``times`` of them, less those of an empty program.
+    """The seconds of one execution, from the seconds of runs of a program with ``times`` executions, less those of an empty
+    program.
 
     A hundredth of a run always counts, as noise may make an empty run the longer one.
 

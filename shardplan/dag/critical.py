@@ -16,7 +16,7 @@ def shorten(orders: Orders, room: Room, *, trials_per_task: float = CONSTANTS.tr
 
     With EST and LST of the schedule without a task, formula 11 gives the exact length of the longest path through the task in
     each slot of each device. The task takes the slot with the shortest; a slot that leaves the makespan as it is counts as
-    better if the task is critical no more.
+    better if the task is no longer critical.
     """
     trials = trials_per_task * orders.dag.tasks
     path = _path(orders)
@@ -35,7 +35,7 @@ def shorten(orders: Orders, room: Room, *, trials_per_task: float = CONSTANTS.tr
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A whole schedule: when tasks run, what follows them, and the tasks on longest paths."""
+    """A whole schedule: when tasks run, the time that follows them, and the tasks on longest paths."""
 
     walk: list[int]
     position: dict[int, int]  # of a task in walk
@@ -49,7 +49,7 @@ class _Path:
 
     @property
     def limit_s(self) -> float:
-        """What a path must be shorter than to be critical no more."""
+        """The length below which a path is no longer critical."""
         return self.makespan_s * (1 - CONSTANTS.rounding)
 
 

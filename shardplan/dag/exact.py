@@ -176,7 +176,7 @@ def _disjunction(model: _Model, a: _Task, b: _Task) -> None:
 
 
 def _break_symmetry(model: _Model, dag: Dag, tasks: list[_Task]) -> None:
-    """Of devices alike, the next one is used by a task only if an earlier task uses the one before."""
+    """Among equal devices, a task uses the next one only if an earlier task uses the one before."""
     if any(isinstance(pair[1], tuple) for row in dag.children for pair in row):
         return
     times, ready = np.array(dag.times_s), np.array(dag.ready_s)

@@ -3,8 +3,8 @@
 Source: the paper's section 4, formulas 6 to 12, Algorithm 1 (Sort_Node) and Algorithm 2 (Find_Slot). Where the paper leaves
 things open, this file reads it so:
 
-- Formulas 6 and 7 ask for devices that unscheduled tasks do not have. Their seconds are means over devices, and so are those of
-  their transfers. A scheduled task has its device's seconds, and the task before it on its device is one of its parents.
+- Formulas 6 and 7 ask for devices that unscheduled tasks do not have. Their seconds are means over devices, and the seconds of
+  their transfers are too. A scheduled task has its device's seconds, and the task before it on its device is one of its parents.
 - A slot at the end of a device has no later neighbour; it fits iff the task starts no later than its LST there, which is the
   limit that formula 10 sets. So a slot fits iff the critical path grows no longer.
 - Among several devices that one rule allows, the one with the earliest start wins, then the smaller id.
@@ -44,7 +44,7 @@ def fd_dps(dag: Dag, room: Room) -> Orders:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What formulas 6 and 7 take where a task has no device yet."""
+    """The values that formulas 6 and 7 take for a task without a device."""
 
     seconds: list[float]  # [tasks]
     ranks: list[float]  # [tasks], seconds from a task's start to the end of the graph
@@ -106,7 +106,7 @@ def _unscheduled_est_s(orders: Orders, means: Means, est_s: list[float]) -> floa
 
 
 def _scheduled_lst_s(orders: Orders, means: Means, walk: list[int], length_s: float, lst_s: list[float]) -> None:
-    """Formula 7: writes the LST of tasks with devices; ``lst_s`` holds that of the others."""
+    """Formula 7: writes the LST of tasks with devices; ``lst_s`` holds the LST of the others."""
     dag, device = orders.dag, orders.device
     _, after = orders.neighbours()
     for i in reversed(walk):

@@ -13,7 +13,7 @@ Transfer = float | tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Dag:
-    """What `shardplan.dag.validation.checked` makes of a user's tables.
+    """A user's tables after `shardplan.dag.validation.checked`.
 
     ``order`` is a topological order of the tasks. ``parents`` and ``children`` hold pairs of a task and the transfer between
     the two, by task id. A task holds its ``sizes`` on its device from the first second to the last, in the unit of ``memory``.

@@ -1,7 +1,7 @@
-"""HEFT with a look ahead: tasks in HEFT's order, each on the device where its end and what follows it there are earliest.
-
-No rule of FD-DPS: of it comes only the idea that the latest start of a task differs between devices (formula 7). What follows a
-task on a device is a part of the least that can follow there; see `shardplan.dag.fd_dps` for the paper's own rules.
+"""HEFT with a look ahead: tasks in HEFT's order, each on the device where its end plus the time that follows is earliest. It
+follows no rule of FD-DPS, which gives only the idea that the latest start of a task differs between devices (formula 7). The
+time after a task on a device is taken as a part of the least that can follow there; see `shardplan.dag.fd_dps` for the paper's
+own rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .schedules import Orders
 
 
 def lookahead(dag: Dag, room: Room, *, weight: float = CONSTANTS.tail_weight) -> Orders:
-    """Orders by the earliest end and ``weight`` times what follows at least (`graph.best_tails`), device by device.
+    """Orders by the earliest end plus ``weight`` times the least time that follows (`graph.best_tails`), device by device.
 
     Raises `memory.StuckError` where no device has room for a task.
     """

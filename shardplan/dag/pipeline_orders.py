@@ -76,8 +76,8 @@ def zb_h1(devices: int, microbatches: int) -> Pipeline:
 
 
 def zb_v(devices: int, microbatches: int) -> Pipeline:
-    """ZB-V: two chunks a device, folded like a V (Qi et al. 2023, section 6). Fewer microbatches than fill the devices are those
-    of a longer schedule.
+    """ZB-V: two chunks a device, folded like a V (Qi et al. 2023, section 6). Fewer microbatches than fill the devices run as
+    part of a longer schedule.
     """
     count = max(2 * devices - 1, microbatches)
     orders: list[list[PipelineTask]] = []

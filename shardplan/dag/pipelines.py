@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 PassKind = Literal["forward", "backward", "weight", "both"]
-"""What a task computes: ``backward`` the gradients that the chunk before waits for, ``weight`` those of weights; or ``both``."""
+"""The work of a task: ``backward`` is the gradients that the chunk before waits for, ``weight`` the gradients of weights,
+``both`` all of them.
+"""
 
 
 class PipelineTask(NamedTuple):
@@ -24,7 +26,7 @@ class PipelineTask(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """What the tasks of a chunk take; ``both`` takes the sum of the last two."""
+    """The seconds of the tasks of a chunk; ``both`` takes the sum of the last two."""
 
     forward: float
     backward: float
@@ -56,8 +58,8 @@ class Pipeline:
     def most_held(self) -> tuple[int, ...]:
         """[devices]: the most microbatches of a chunk that are in flight at once, counted for each chunk.
 
-        A microbatch is in flight from the start of its forward pass to the end of the gradients of the weights. What a device
-        holds depends on its order alone.
+        A microbatch is in flight from the start of its forward pass to the end of the gradients of the weights. The memory of a
+        device depends only on its order.
         """
         return tuple(max_held(order) for order in self.orders)
 
@@ -72,7 +74,7 @@ def max_held(order: Sequence[PipelineTask]) -> int:
 
 
 def held_change(work: PipelineTask) -> int:
-    """What a task adds to the microbatches in flight on its device."""
+    """The number that a task adds to the microbatches in flight on its device."""
     return {"forward": 1, "backward": 0, "weight": -1, "both": -1}[work.kind]
 
 
@@ -113,7 +115,7 @@ class PipelineRun:
 def run(pipeline: Pipeline, seconds: Sequence[Seconds], send_s: float = 0.0) -> PipelineRun:
     """When each task starts, as early as the orders allow.
 
-    ``seconds`` [chunks] are those of the tasks, ``send_s`` those of a transfer between two devices, which work meanwhile.
+    ``seconds`` [chunks] are the seconds of the tasks, ``send_s`` those of a transfer between two devices, which work meanwhile.
 
     >>> order = (PipelineTask("forward", 0, 0), PipelineTask("both", 0, 0))
     >>> run(Pipeline("alone", (0,), (order,)), [Seconds(1.0, 1.0, 1.0)]).makespan_s

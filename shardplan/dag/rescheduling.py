@@ -1,8 +1,8 @@
 """A schedule that is under way, made anew from a moment on: devices slow down, leave or join.
 
-What has run stays where and when it ran. So does what runs at that moment on a device that stays; its remaining part takes as
-long as the device's new speed says. What runs on a device that leaves is lost, and starts anew elsewhere. Everything else is
-scheduled as if new, not before that moment.
+Tasks that have run stay where and when they ran. A task that runs at that moment on a device that stays goes on there; its
+remaining part takes as long as the device's new speed says. A task that runs on a device that leaves is lost, and starts anew
+elsewhere. Everything else is scheduled as if new, not before that moment.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _transfer(pair: tuple[int, int], seconds: ArrayLike, devices: int) -> Transf
 def _memory(
     memory: ArrayLike | None, sizes: Sequence[float] | None, tasks: int, devices: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What each task holds and each device has; no limit without ``memory``."""
+    """The bytes that each task holds and each device has; no limit without ``memory``."""
     held = _vector(sizes, "sizes", tasks, "task") if sizes is not None else np.zeros(tasks)
     _refuse(held, "sizes", "a number that is finite and not negative")
     if memory is None:

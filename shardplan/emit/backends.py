@@ -17,7 +17,7 @@ REASONS: Mapping[Backend, str] = {
     "explicit": "each device runs its own program, which sends what is planned",
     "specs": "XLA's partitioner follows the PartitionSpecs; it may send other bytes than planned",
 }
-"""What each backend does."""
+"""A description of each backend."""
 BACKENDS = tuple(REASONS)
 
 

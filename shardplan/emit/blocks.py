@@ -149,7 +149,7 @@ class Blocks:
 
 
 def _identity(reducer: Reducer | None, dtype: Any) -> Any:
-    """What changes no reduction."""
+    """The value that changes no reduction."""
     match reducer:
         case "max" | "argmax":
             return edge_value("lowest", dtype, ())
@@ -173,7 +173,7 @@ def _block(x: Any, dim: int, lo: int, hi: int, ways: int, worker: Any, beyond: A
 
 
 def strategy_of(call: Call, c: Cut) -> Strategy:
-    """What a cut of a whole call asks of its operands, and makes of its results."""
+    """The placements that a cut of a whole call requires of its operands, and gives its results."""
     description = describe(call)
     strategy = None if description is None else cut(description, c.loop, c.ways, pad=True)
     assert strategy is not None, "a plan cuts what may be cut"

@@ -48,8 +48,8 @@ class Share:
 
     ``loops[f]`` is the loop that axis f cuts (-1: none; below -1: the op passes on terms over the axis). ``needs`` are the
     operands' layouts (None: the layout that the cuts imply). ``kept[r]`` are the axes over which the terms of result r stay
-    apart, and ``sums[r]`` the planned sums over the other axes (none: all-reduces). ``left[r]`` is its layout after these sums,
-    of which only the dims count.
+    apart, and ``sums[r]`` the planned sums over the other axes (none: all-reduces). ``left[r]`` is its layout after these sums;
+    only the dims of it count.
     """
 
     loops: tuple[int, ...]
@@ -108,7 +108,7 @@ def reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: 
 
 
 def _cuts(description: Description, share: Share, mesh: Mesh) -> tuple[Cut, ...]:
-    """The cuts, the last loop's first: a loop of which one element is left may be gone from what is left to cut."""
+    """The cuts, from the last loop to the first: cutting a loop down to one element may remove it from the remaining op."""
     result: list[Cut] = []
     for v in sorted({v for v in share.loops if v >= 0}, reverse=True):
         over = tuple(f for f, at in enumerate(share.loops) if at == v)

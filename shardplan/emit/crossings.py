@@ -4,7 +4,7 @@
 that share no process, and in one layout. So an array crosses by a program of permutes on the devices of both groups, which runs
 wherever collectives do. Every process that owns one of these devices issues it, and all issue their programs in one order.
 
-A process has an array none of whose blocks are its own as an array without blocks.
+If a process holds none of an array's blocks, it has the array as one without blocks.
 """
 
 # pyright: basic
@@ -30,13 +30,13 @@ from shardplan.frontend.nnx_state import abstract
 
 _AXIS = "device"
 _TUNES_IN_SHARDS = frozenset({"cpu", "cuda", "gpu", "rocm"})
-"""The platforms whose compilers know the option. That for CPUs ignores it."""
+"""The platforms whose compilers know the option. The compiler for CPUs ignores it."""
 
 
 def compiled_apart(devices: Sequence[Any]) -> dict[str, bool]:
     """The compiler options of programs on these devices that only some processes of a run compile.
 
-    XLA divides the autotuning of a program for GPUs among processes, each of which then waits for the others' results.
+    XLA divides the autotuning of a program for GPUs among processes, and each then waits for the others' results.
     """
     several = len({d.process_index for d in devices}) > 1
     return {"xla_gpu_shard_autotuning": False} if several and devices[0].platform in _TUNES_IN_SHARDS else {}
@@ -86,7 +86,7 @@ class Crossing:
         return self._sent({} if x is None else {s.device: s.data for s in x.addressable_shards})
 
     def connect(self) -> None:
-        """Compiles the program and runs it on zeros. Processes connect in a first run, for which they wait only half a minute."""
+        """Compiles the program and runs it on zeros. Processes connect in a first run, and wait only half a minute for it."""
         jax.block_until_ready(self._sent({}))
 
     def _sent(self, blocks: Mapping[Any, Any]) -> Any:
@@ -148,7 +148,7 @@ class Places:
         """A value that every process has as a whole, or an array of the plan or on devices of several processes, moved there.
 
         Raises:
-            ShardplanError: for another array, which only one other process has.
+            ShardplanError: for any other array: only one other process has it.
         """
         shape = abstract(x)
         assert shape is not None, "the leaf was checked"

@@ -1,7 +1,7 @@
 """The ``explicit`` backend: each device runs its own program, inside one `shard_map` over the plan's mesh.
 
 Every op runs on the device's share of its operands, every resharding is the plan's own list of collectives, every sum its
-synthesized program. Nothing is left to XLA's partitioner: what the schedule says is what moves.
+synthesized program. Nothing is left to XLA's partitioner: exactly the moves of the schedule are made.
 """
 
 # pyright: basic
@@ -39,7 +39,7 @@ class ExplicitEmitter(Walk):
         self.blocks = Blocks(planned.names, self.transfers.permute)
 
     def transfers_on(self, network: Network) -> Transfers:
-        """What moves values."""
+        """The functions that move values."""
         return Transfers(network, self.planned.names, self.planned.sizes)
 
     def __call__(self, *flat: Any) -> list[Any]:

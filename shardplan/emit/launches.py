@@ -29,7 +29,7 @@ _running: dict[str, dict[tuple[Any, ...], Any]] = {"several": {}, "one": {}}
 
 
 def launch_of(devices: Sequence[Any]) -> Launch | None:
-    """How programs on these devices are started; None where they keep no other waiting."""
+    """How programs on these devices are started; None if they keep no other program waiting."""
     own = tuple(d for d in devices if d.process_index == jax.process_index())
     if jax.process_count() == 1 or not own or own[0].platform != "cpu" or (len(own) == 1 and len(devices) == 1):
         return None
@@ -37,7 +37,7 @@ def launch_of(devices: Sequence[Any]) -> Launch | None:
 
 
 def in_turn(launch: Launch | None, run: Callable[..., Any], *arguments: Any) -> Any:
-    """The results of a program, which begins when those of the other kind have ended."""
+    """The results of a program, which begins when the programs of the other kind have ended."""
     if launch is None:
         return run(*arguments)
     others = _running["one" if launch.kind == "several" else "several"]

@@ -28,7 +28,7 @@ def whole_sharding(parts: Sequence[NamedSharding]) -> NamedSharding:
 
 
 def parts_of(x: Any, whole: NamedSharding, parts: Sequence[NamedSharding]) -> list[Any]:
-    """The parts of an array along dim 0, which lies, or is put, in the sharding ``whole``."""
+    """The parts along dim 0 of an array that lies, or is put, in the sharding ``whole``."""
     if not isinstance(x, jax.Array) or not x.sharding.is_equivalent_to(whole, x.ndim):
         x = jax.device_put(x, whole)
     blocks = {shard.device: shard.data for shard in x.addressable_shards}
@@ -37,7 +37,7 @@ def parts_of(x: Any, whole: NamedSharding, parts: Sequence[NamedSharding]) -> li
 
 
 def whole_of(parts: Sequence[Any], whole: NamedSharding) -> Any:
-    """The array whose parts along dim 0 these are."""
+    """The array that has these parts along dim 0."""
     shape = (sum(x.shape[0] for x in parts), *parts[0].shape[1:])
     return _array(shape, whole, [shard.data for x in parts for shard in x.addressable_shards], parts[0].dtype)
 

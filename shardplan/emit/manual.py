@@ -16,7 +16,7 @@ from jax import lax
 from shardplan import _jax
 
 OWN = "collectives_of_the_step"
-"""The named scope of what the step itself runs on each device: its collectives are the user's, and no plan has them."""
+"""The named scope of code that the step itself runs on each device: its collectives are the user's, and no plan has them."""
 
 _MARKS = ("pvary", "pcast", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "reduced_vary_cast_p")
 
@@ -96,5 +96,5 @@ def _while(params: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _where(on: Any, x: Any, otherwise: Any) -> Any:
-    """``x`` where ``on`` holds, which has the leading dims of both."""
+    """``x`` where ``on`` holds; ``on`` has the leading dims of both."""
     return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (x.ndim - on.ndim)), x.shape), x, otherwise)

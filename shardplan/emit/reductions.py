@@ -25,7 +25,8 @@ TWO_TERMS: Mapping[Reducer, Callable[[Any, Any], Any]] = {
 
 
 def all_reduced(x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...]) -> Any:
-    """The reduction of what each device along ``axes`` holds; of places (argmax), with the ``extreme`` that each found.
+    """The reduction of the values that devices along ``axes`` hold; places (argmax) are reduced with the ``extreme`` that each
+    device found.
 
     Floats compare as integers, so that NaN wins. Products, and bits of integers, are gathered: XLA has no all-reduce for them.
     """

@@ -2,7 +2,8 @@
 
 Programs are issued in the order of the dispatch, and each runs as soon as its arguments are there. A value that another group
 reads is moved from its layout in one group to that in the other: by `jax.device_put`, or between processes by a `Crossing`. A
-process issues the programs of the groups of whose devices it owns some, and has what the others hold as arrays without blocks.
+process issues the programs of the groups in which it owns a device. It has the values of the other groups as arrays without
+blocks.
 """
 
 # pyright: basic
@@ -69,7 +70,7 @@ class RegionsEmitter:
         """The flat results; programs may still run when it returns.
 
         Raises:
-            ShardplanError: inside another `jax.jit`, which makes one program of all.
+            ShardplanError: inside another `jax.jit`, which would make one program of all of them.
         """
         if not _jax.is_outermost():
             raise ShardplanError(
@@ -196,7 +197,7 @@ class RegionsEmitter:
         return _jax.shape_struct(shape, own.dtype)
 
     def _typed(self, group: int, tensor: int) -> jax.ShapeDtypeStruct:
-        """That array, weakly typed where it is such a result."""
+        """That array, weakly typed if the result is."""
         shape = self._shape(group, tensor)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=tensor in self._weak)
 

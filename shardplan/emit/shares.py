@@ -14,7 +14,7 @@ from shardplan.schedule.planned import PlannedProgram
 
 
 def share_of(node: Node, use: Use | None, planned: PlannedProgram) -> Share | None:
-    """How an op runs on each device's own share; None where XLA's partitioner cuts it.
+    """How an op runs on each device's own share; None if XLA's partitioner cuts it.
 
     Ops run on shares where the partitioner would get a cut wrong, and where they make or pass on terms that stay apart.
     An elementwise op passes terms on under `vmap` instead.

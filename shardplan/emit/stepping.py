@@ -12,8 +12,8 @@ from shardplan.tdl.xla_quirks import aborts_on_two_axes
 def steps_to(before: Layout, after: Layout, sizes: Sequence[int]) -> tuple[Layout, ...]:
     """The layouts to which a value in the layout ``before`` is constrained in turn, ``after`` last.
 
-    ``sizes`` are those of the factors. On a mesh where the partitioner may abort, a move of several factors goes by way of the
-    layout in which these split nothing: their blocks are gathered, and then cut.
+    ``sizes`` are those of the factors. On a mesh where the partitioner may abort, a move of several factors goes through the
+    layout in which these factors split nothing: their blocks are gathered, then cut.
 
     >>> steps_to(Layout(((), (0,))), Layout(((0, 1), ())), (2, 2))
     (Layout(dims=((0, 1), ()), partial=(), reducer='sum'),)

@@ -226,7 +226,7 @@ class Transfers:
         return lax.all_to_all(x, self.axes(over), split_axis=split, concat_axis=joined, tiled=True)
 
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
-        """What another device sends; zeros where none does."""
+        """The values that another device sends; zeros if none sends any."""
         return lax.ppermute(x, axes, pairs)
 
     # -- permutes ----------------------------------------------------------------------------------------------------
@@ -268,9 +268,7 @@ def _columns(rows: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _padded(x: Any, dim: int, extent: int) -> Any:
-    """A block padded to an extent of a dim, or cut to it. What it is padded with, zeros or copies of a key, is no element of the
-    tensor.
-    """
+    """A block padded to an extent of a dim, or cut to it. The padding (zeros, or copies of a key) is no part of the tensor."""
     if x.shape[dim] >= extent:
         return lax.slice_in_dim(x, 0, extent, axis=dim) if x.shape[dim] > extent else x
     short = [(0, extent - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)]
@@ -336,7 +334,7 @@ class _Buffered:
 
 
 def _places(laying: Laying) -> list[list[int]]:
-    """What each device of a hierarchy holds before a gather: its own part."""
+    """The parts that each device of a hierarchy holds before a gather: only its own."""
     return [[d] for d in range(math.prod(laying.shape))]
 
 

@@ -1,4 +1,4 @@
-"""What a compiled program sends: its HLO text, and the collectives in it with their bytes on the wire. No JAX here.
+"""The collectives of a compiled program, read from its HLO text, with their bytes on the wire. No JAX here.
 
 `text` parses a module, `groups` reads which devices belong together, `flow` follows values, `undo` finds what XLA's CPU compiler
 changed, and `meter` counts.

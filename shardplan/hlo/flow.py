@@ -73,7 +73,7 @@ def _step(module: Module, value: Value, user: HloInstruction, number: int) -> It
 
 
 def _leave(module: Module, value: Value) -> Iterator[Value | str]:
-    """The steps from a value that is its computation's result: to each caller that passes it on, else `ESCAPES`."""
+    """The steps from a computation's result to each caller that passes it on; `ESCAPES` if there is none."""
     sites = module.callers.get(value.computation.name, ())
     if not sites:
         yield ESCAPES
@@ -280,7 +280,9 @@ def _pick(at: HloInstruction, table: Array, starts: list[Array]) -> Array:
 
 
 def _reshaped(at: HloInstruction, x: Array) -> Array | None:
-    """The elements in the result's shape; None unless both shapes are vectors but for dims of size one: else order may change."""
+    """The elements in the result's shape; None unless both shapes have at most one dim larger than one, since their order may
+    change.
+    """
     flat = sum(d > 1 for d in x.shape[1:]) <= 1 and sum(d > 1 for d in at.shape.dims) <= 1
     return x.reshape((x.shape[0], *at.shape.dims)) if flat else None
 

@@ -82,7 +82,7 @@ class Measured:
 
 
 def joined(programs: Sequence[Measured], runs: Sequence[int]) -> Measured:
-    """The collectives of several programs of one step, of which each runs so often; ``collectives`` has each once."""
+    """The collectives of several programs of one step, each with the number of its runs; ``collectives`` has each once."""
     kinds: dict[Collective, KindTotal] = {}
     for m, times in zip(programs, runs, strict=True):
         for kind, total in m.kinds.items():
@@ -108,7 +108,7 @@ def parse(hlo_text: str) -> tuple[HloCollective, ...]:
 def operands(hlo_text: str) -> tuple[tuple[HloCollective, int], ...]:
     """Every collective that a compiled module runs, one row for each tensor: (the collective, the bytes of its operand).
 
-    The collective is that before XLA's CPU compiler widened its type; the bytes are those of the text.
+    The collective has the type that it had before XLA's CPU compiler widened it; the bytes are those of the text.
 
     Raises `HloError` on a collective of an unknown form.
     """
@@ -129,7 +129,7 @@ def measure(hlo_text: str, *, undo_cpu: bool = True) -> Measured:
     """The wire bytes of a step, by kind.
 
     With ``undo_cpu`` the figures are those of a compiler that keeps narrow types and has reduce-scatter. A collective that XLA's
-    CPU compiler widened counts at its original width. An all-reduce of which each device keeps only a slice counts as a
+    CPU compiler widened counts at its original width. If each device keeps only a slice of an all-reduce, it counts as a
     reduce-scatter, and an all-reduce of the slice over the rest of the group. The text leaves out constant tables for more than
     ten devices (``{...}``); they are assumed to give each device of a group its own slice where the sizes allow it.
     """

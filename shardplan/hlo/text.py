@@ -171,7 +171,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class RunCount:
-    """How often a computation runs in one step; ``known`` is false where an unknown trip count of a loop was taken as one."""
+    """How often a computation runs in one step; ``known`` is false if an unknown trip count of a loop was taken as one."""
 
     times: int
     known: bool = True
@@ -285,7 +285,7 @@ def _instruction(match: re.Match[str], number: int, line: str) -> HloInstruction
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis at ``start`` closes, -1 if it does not."""
+    """The position at which the parenthesis at ``start`` closes; -1 if it does not."""
     depth = 0
     for match in re.compile(r'[()]|"(?:[^"\\]|\\.)*"').finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match.group(), 0)

@@ -1,4 +1,4 @@
-"""Recognises what XLA's CPU compiler does to collectives, so that the meter can undo it.
+"""Recognises two transformations of collectives by XLA's CPU compiler, so that the meter can undo them.
 
 It widens types that it has no kernels for: a bfloat16 collective becomes convert, float32 collective, convert. It has no pass
 that turns an all-reduce into a reduce-scatter where each device keeps only its own slice. Both change the bytes on the wire, and
@@ -227,7 +227,7 @@ def _moved(use: HloUse, strides: Strides) -> Strides | None:
 
 
 def _reshaped(dims: tuple[int, ...], strides: Strides, target: tuple[int, ...]) -> Strides:
-    """Strides after a reshape in row-major order; None for a dim that merges dims whose strides do not fit together."""
+    """The strides after a reshape in row-major order; None for a dim that merges dims whose strides do not fit together."""
     result: list[int | None] = []
     source_at = _row_major(dims)
     for place, size in zip(_row_major(target), target, strict=True):

@@ -21,8 +21,9 @@ from shardplan.search.strategy.pins import pinned_domains
 class Fastest:
     """The session that is fastest as scheduled, of those looked at so far.
 
-    The search prices collectives one by one, each with its part of a bundle's time. Where fewer share a bundle, or readers share
-    a move, another solution may be faster: over another factoring, or a baseline. One whose bound is longer is not scheduled.
+    The search prices collectives one by one, each with its part of a bundle's time. If fewer moves share a bundle, or readers
+    share a move, another solution may be faster: one over another factoring, or a baseline. A solution whose bound is longer is
+    not scheduled.
     """
 
     def __init__(self, session: Session, deadline: float | None = None, best: anytime.Best = anytime.unheard) -> None:
@@ -39,7 +40,7 @@ class Fastest:
             self._best(run.step_time_s, session.bound.at_once_s if session.bound is not None else 0.0)
 
     def late(self) -> bool:
-        """Whether there is no time for more."""
+        """Whether the time for scheduling is over."""
         self.unfinished |= anytime.late(self._deadline)
         return self.unfinished
 
@@ -97,7 +98,8 @@ def _within(states: Sequence[int], domains: Sequence[Domain]) -> bool:
 
 
 def _at_least_s(session: Session) -> float:
-    """A lower bound on the step of a solution as scheduled, but for values that only the schedule finds equal (less a zero).
+    """A lower bound on the step of a solution as scheduled, except for values that only the schedule finds equal (one less a
+    zero).
 
     All of its communication hides, equal values that are moved alike are moved once (but again in the backward pass, where a
     barrier keeps both apart), and collectives that may travel together fill their bundles.

@@ -172,7 +172,9 @@ class _Search:
         self.wanted.offer((problem, replace(outcome, tried=(self._row(found),))))
 
     def _order(self, factors: tuple[Factor, ...]) -> tuple[bool, float, int]:
-        """What fits comes first, then the faster (the smaller where neither fits), then what has fewer factors."""
+        """An outcome that fits comes first, then the faster one (the smaller one if neither fits), then the one with fewer
+        factors.
+        """
         return *self.found[factors][1].best.rank(self.wanted.memory), len(factors)
 
     def _fastest(self) -> Found:
@@ -185,7 +187,7 @@ class _Search:
         return best
 
     def _tried(self) -> tuple[Tried, ...]:
-        """What was searched, in that order, and what was left out."""
+        """The factorings that were searched, in that order, and those left out."""
         rows = map(self._row, self.found.values())
         left = {
             factors: why

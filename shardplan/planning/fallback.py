@@ -1,4 +1,4 @@
-"""What planning has found so far: after an interrupt, the best of it becomes the plan."""
+"""The results of planning so far: after an interrupt, the best of them becomes the plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fallback:
         wanted.best(step_time_s(best.found), max(p.found[1].bound.at_once_s for p in alike))
 
     def settle(self, best: Planned) -> None:
-        """Keeps only the best of what was offered: the tables of the others are not needed any more."""
+        """Keeps only the best result that was offered: the tables of the others are no longer needed."""
         self._offered[:] = [best]
 
     def best(self, limit: int) -> Planned | None:

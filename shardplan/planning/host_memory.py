@@ -16,8 +16,8 @@ from shardplan.search.memory import liveness as memory
 def planned_in_host_memory(program: Program, searcher: Searcher, origin: str, *, recompute: bool) -> Made:
     """The plan of a program on devices alone or, where nothing fits so, with arguments in host memory.
 
-    First all arguments that may lie there do. Then as many as fit beside the layouts found come back, those that save the most
-    seconds first, and the step is planned with what is left there. Arguments are those of `planned`.
+    First all arguments that may lie there do. Then as many as fit beside the layouts found come back to the device, those that
+    save the most seconds first. The step is planned with the rest in host memory. The arguments are the same as in `planned`.
 
     Raises:
         MemoryLimitError: if no plan fits, whatever lies in host memory.

@@ -22,8 +22,8 @@ from shardplan.search.strategy.polish import polish
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one argument's layout costs: the step is ``seconds`` shorter, and sends ``bytes`` less, if this argument alone may lie
-    as it is best (``instead``) and all that is not an argument follows.
+    """What one argument's layout costs: the step is ``seconds`` shorter, and sends ``bytes`` less, if this argument alone takes
+    its best layout (``instead``) and all other values that are not arguments follow.
 
     ``given`` is its spec. ``source`` is the line of the op that gains most. ``together`` are the arguments that share the layout
     (``path`` is the first), as the moments of one weight do: they are freed together. Seconds are in the search's prices, in
@@ -54,9 +54,8 @@ class Unasked:
 
 
 def losses(session: Session, names: Sequence[str]) -> tuple[Loss, ...]:
-    """The losses of arguments, largest first, in a session whose pins hold all arguments. Those that lose nothing are left out.
-
-    ``names`` are those of the factors in specs. A layout that does not fit into memory is no gain where the session's own
+    """The losses of arguments, largest first, in a session whose pins hold all arguments. Arguments that lose nothing are left
+    out. ``names`` are the names of the factors in specs. A layout that does not fit into memory is no gain if the session's own
     solution fits.
     """
     problem, graph = session.problem, session.graph

@@ -69,7 +69,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
     The first search takes for granted that all values that may travel together do. Where the plan moves far fewer of them, the
     step is searched again in their company; the outcome is the first of ``others``.
 
-    At the deadline, it returns the best plan so far. What it offers all has the prices of the first company.
+    At the deadline, it returns the best plan so far. All outcomes that it offers have the prices of the first company.
     """
     found = _best_overlapped(search, contention, wanted)
     done = found[1].stopped or anytime.late(wanted.deadline) or not found[1].best.fits(wanted.memory)
@@ -85,7 +85,7 @@ def best_overlapped(search: Callable[[Wanted], Found], contention: float, wanted
 
 
 def _rising(observer: anytime.Observer) -> anytime.Observer:
-    """An observer of a second search: the first has told nearly all of the progress, of which it takes the rest."""
+    """An observer of a second search, which takes the rest of the progress: the first search has reported nearly all of it."""
 
     def tell(what: str, part: float) -> None:
         if what != "done":
@@ -138,7 +138,8 @@ def _best_overlapped(search: Callable[[Wanted], Found], contention: float, wante
 
 
 def _open(points: Sequence[_Point], wanted: Wanted) -> Wanted | None:
-    """The search at another multiplier of what may still win, from what was found; None where nothing may.
+    """The search of the candidates that may still win, at another multiplier, from the known solutions; None if no candidate may
+    win.
 
     A step takes at least its cost at any share. So a factoring is out where its cheapest plan costs as much as the shortest step
     takes.
@@ -157,7 +158,7 @@ def _later(wanted: Wanted, after: int) -> anytime.Observer:
     first = 1 - 0.5**after
 
     def tell(what: str, part: float) -> None:
-        """Passes on the progress, but for the end, which comes after the last search."""
+        """Passes on the progress, except for the end, which comes after the last search."""
         if what != "done":
             wanted.observer(what, first + (1 - first) * part / 2)
 
@@ -181,8 +182,8 @@ def _fits(point: _Point, wanted: Wanted) -> bool:
 def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
     """The outcome with the fastest plan that fits, priced at the last multiplier tried over the same factors and purposes.
 
-    The plans of all factorings take part, not only the cheapest at each multiplier: at its weights another factoring may have
-    looked cheaper whose steps take longer. ``others`` of the result holds the rest, the fastest first.
+    The plans of all factorings take part, not only the cheapest at each multiplier: a factoring whose steps take longer may have
+    looked cheaper at its weights. ``others`` of the result holds the rest, the fastest first.
     """
     every = [own for p in points for own in _factorings(p)]
     fitting = [p for p in every if _fits(p, wanted)]
@@ -211,8 +212,8 @@ def _factorings(point: _Point) -> list[_Point]:
 
 
 def _distinct(points: Iterable[_Point]) -> list[_Point]:
-    """The points, fastest first. Of those that take equally long, one plan over finer factors or again, only that with the fewest
-    factors.
+    """The points, fastest first. If several take equally long (one plan over finer factors, or found again), only the one with
+    the fewest factors counts.
     """
     kept: list[_Point] = []
     for point in sorted(points, key=lambda p: p.cost.step_time_s):
@@ -226,7 +227,7 @@ def _distinct(points: Iterable[_Point]) -> list[_Point]:
 def _tried(points: Sequence[_Point], every: Sequence[_Point]) -> tuple[Tried, ...]:
     """A row for each factoring over all points: the shortest step found there, and the largest of its lower bounds.
 
-    What was left out at every multiplier stays left out.
+    Candidates that were left out at every multiplier stay left out.
     """
     shortest: dict[tuple[Factor, ...], float] = {}
     for own in every:

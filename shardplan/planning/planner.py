@@ -28,7 +28,7 @@ from shardplan.search.strategy.solve import in_seconds
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What became of planning: the searches that led to the plan, the session with its solution, its schedule where the explicit
+    """The result of planning: the searches that led to the plan, the session with its solution, its schedule where the explicit
     backend runs it, and what stopped planning early.
     """
 
@@ -92,8 +92,8 @@ class _Way:
     def choose(self) -> None:
         """Schedules the solution of the search, and the others that may be faster as scheduled.
 
-        Where the user has said what factors are for, no baseline may take the plan's place: they are for other purposes. Nor may
-        it with the objective "bytes", whose premise baselines do not share.
+        If the user has given the purposes of factors, no baseline may take the plan's place: baselines have other purposes. The
+        same holds for the objective "bytes", whose premise baselines do not share.
         """
         assert self._planned is not None
         wanted, planned = self._wanted, self._planned
@@ -115,7 +115,7 @@ class _Way:
             wanted.observer("done", 1.0)
 
     def cut_short(self) -> bool:
-        """Goes on with what was found before an interrupt; whether there is a plan that fits."""
+        """Goes on with the results from before an interrupt. Returns whether a plan fits."""
         self._stopped = "interrupted"
         if self._planned is None:
             if (best := self._searcher.fallback.best(self._wanted.memory)) is None:
@@ -128,7 +128,7 @@ class _Way:
         return True
 
     def made(self) -> Made:
-        """What has become of planning."""
+        """The result of planning."""
         assert self._planned is not None
         session = self._session(self._planned.found) if self._fastest is None else self._fastest.session
         run = None if self._fastest is None else self._fastest.run
@@ -173,7 +173,7 @@ def session_of(program: Program, found: Found, wanted: Wanted, replicate: tuple[
 
 
 def _of(planned: Planned, session: Session) -> Planned:
-    """What was planned, with the outcome of the session's own factoring."""
+    """The planned program, with the outcome of the session's own factoring."""
     problem, outcome = planned.found
     if session.problem is problem:
         return planned

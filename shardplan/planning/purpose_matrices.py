@@ -65,7 +65,7 @@ def laid(cluster: Cluster, sizes: Mapping[Purpose, int]) -> Iterator[tuple[tuple
 
 
 def restricted(problem: Problem, domains: Sequence[Domain], of: Sequence[Purpose], loops: ContractionLoops) -> Restriction:
-    """The problem in which each factor cuts the loops of its purpose alone, where an op has any."""
+    """The problem in which each factor cuts only the loops of its purpose, in ops that have any."""
     result = list(domains)
     for t in sorted(problem.coarse.parameters & loops.root.keys()):
         v = problem.coarse.of[t]
@@ -154,7 +154,7 @@ class _Search:
         return ""
 
     def best(self, stopped: Stopped) -> Found:
-        """The best of what was searched; the others that fit come with it."""
+        """The best outcome of the search; the others that fit come with it."""
         if not self.found:
             raise self.refused[0] if self.refused else ClusterError(f"no plan has the axes {_text(self.axes)}: leave axes= out")
         (problem, outcome), *others = sorted(self.found, key=lambda f: f[1].best.rank(self.wanted.memory))
@@ -219,8 +219,8 @@ def _outcome(
 
 
 def _unused(found: Found) -> tuple[int, ...]:
-    """The factors that a solution uses for nothing of what they are wanted for: each must serve its purpose, and those of one
-    purpose must meet in some product.
+    """The factors that a solution does not use for their purpose: each must serve its purpose, and factors of one purpose must
+    meet in some product.
     """
     problem, outcome = found
     decisions, loops = Extractor.of(problem).decide(outcome.best), ContractionLoops(problem)
@@ -237,7 +237,7 @@ def _unused(found: Found) -> tuple[int, ...]:
 
 
 def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterError:
-    """Why a matrix does not do what is wanted: the loops of the purpose, of which none can be cut so often."""
+    """The reason why a matrix does not serve a purpose: none of the loops of that purpose can be cut so often."""
     problem, outcome = found
     assert wanted.axes is not None
     purpose = outcome.purposes[unused[0]]

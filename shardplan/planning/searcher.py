@@ -24,7 +24,7 @@ from shardplan.search.strategy.pins import Pins, all_or_none_pinned
 @dataclass(frozen=True, slots=True)
 class Searcher:
     """Searches programs of one step under the same conditions. ``replicate`` as in `shardplan.plan`; ``shared`` is its
-    ``one_choice``, or None for "auto". What it finds is offered to ``fallback``.
+    ``one_choice``, or None for "auto". Its results are offered to ``fallback``.
     """
 
     replicate: Sequence[str]
@@ -82,9 +82,10 @@ class Searcher:
 
 
 def generator_of(wanted: Wanted) -> Generator:
-    """What generates the candidates of a search: matrices where the sizes of purposes are given, else factorings.
+    """The generator of the candidates of a search: matrices if the sizes of purposes are given, else factorings.
 
-    One generator answers a search. One whose candidates compete with another's calls that one, and ranks the results of both.
+    One generator answers a search. A generator whose candidates compete with another's calls that generator, and ranks the
+    results of both.
     """
     return best_of_factorings if wanted.axes is None else best_of_matrices
 

@@ -1,8 +1,8 @@
 """The ways to take the levels of a cluster apart into factors: where a search begins, and how it goes on from there.
 
-A level starts whole. Where no loop of the ops that do the work divides by it (12 devices, dims that are powers of two), it also
-starts as the largest parts of it that do divide. From any factoring, one factor is split into an ordered pair of divisors. In the
-end, factors that no layout keeps apart are merged.
+A level starts whole. If no loop of the ops that do the work divides by it (12 devices, dims that are powers of two), it also
+starts as the largest parts of it that do divide. From any factoring, one factor is split into an ordered pair of divisors. In
+the end, factors that no layout keeps apart are merged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search is asked for, what answers it, and what it gives back."""
+"""The conditions of a search, the protocol of a generator, and the results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Planned:
     remat: Remat
 
     def rank(self, limit: int) -> tuple[bool, float]:
-        """What fits into ``limit`` bytes comes first, then the shorter step (the smaller where neither fits)."""
+        """An outcome that fits into ``limit`` bytes comes first, then the shorter step (the smaller one if neither fits)."""
         return self.found[1].best.rank(limit, step_time_s(self.found))
 
 

@@ -1,10 +1,9 @@
 """Rematerialisation: rewrites a `Program` so that it keeps fewer activations for its backward pass.
 
-`find` lists what is worth recomputing, as `RecomputedPart`s; `rematerialised` rewrites the program accordingly (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost"). In a loop, the backward body recomputes values that the forward body handed
-over. In straight-line code, the ops between two cuts run again, behind a barrier, before the first backward op that reads their
-results.
-Recomputed ops are part of the program: they are priced, take memory and run like all others.
+`find` lists the parts that are worth recomputing, as `RecomputedPart`s; `rematerialised` rewrites the program accordingly (Chen
+et al., "Training Deep Nets with Sublinear Memory Cost"). In a loop, the backward body recomputes values that the forward body
+handed over. In straight-line code, the ops between two cuts run again, behind a barrier, before the first backward op that reads
+their results. Recomputed ops are part of the program: they are priced, take memory and run like all others.
 """
 
 from shardplan.remat.find import find

@@ -9,7 +9,7 @@ from typing import Literal
 from shardplan.ir import Program, Where
 
 Policy = Literal["all", "light"]
-"""Which ops are recomputed: all, or all but contractions, whose results are kept."""
+"""Which ops are recomputed: all, or all except contractions, whose results are kept."""
 
 IsHeavy = Callable[[Where, int], bool]
 """Whether the op with this id, in the program at this path, is a contraction."""

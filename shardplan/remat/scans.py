@@ -66,7 +66,7 @@ def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -
             part = _part(forward, reader, stack_bytes, where, heavy, policy)
             if part is not None:
                 result.append(part)
-                break  # one backward loop each: a second one reads what is left on the stacks
+                break  # one backward loop each: a second one reads the values that remain on the stacks
     return result
 
 
@@ -114,7 +114,7 @@ def _part(
 
 
 def _stacked_too(forward: ScanOp, entries: frozenset[int]) -> list[int]:
-    """The ``entries`` of a recomputation that change from iteration to iteration and are no slices, so must be stacked up."""
+    """The ``entries`` of a recomputation that change between iterations and are not slices, so that they must be stacked up."""
     place = {t: i for i, t in enumerate(forward.body.inputs)}
     steady = {t for t, _ in forward.body.constants}
     lasting = {t for t, i in place.items() if i < forward.consts or i >= forward.consts + forward.carry}

@@ -27,7 +27,7 @@ def compiled(functions: Functions) -> dict[str, Callable[..., Any]] | None:
     for function in functions:
         name = function.__name__
         space[name] = numba.njit(_nrt=False, cache=True)(FunctionType(function.__code__, space, name))
-        if (stats := getattr(space[name], "stats", None)) is not None:  # None where Numba is told not to compile
+        if (stats := getattr(space[name], "stats", None)) is not None:  # None if Numba is told not to compile
             pattern = f"{Path(function.__code__.co_filename).stem}.{name}-*.nbi"
             forget_unreadable(Path(stats.cache_path), pattern, numba.__version__)
     return {function.__name__: space[function.__name__] for function in functions}

@@ -24,7 +24,7 @@ from shardplan.simulate.compile_loops import compiled
 from shardplan.simulate.event_loop import COMPUTE, HOST, LINK, NONE, State, Streams, Tasks
 
 StreamKind = Literal["compute", "link", "host"]
-"""What a stream keeps busy: the arithmetic of a device, links to other devices, or copies to and from the host."""
+"""The resource that a stream keeps busy: the arithmetic of a device, links to other devices, or copies to and from the host."""
 
 Engine = Literal["auto", "numba", "python"]
 """The loop: compiled by Numba (the extra ``fast``), plain Python, or ("auto") compiled if that is there and tasks are many."""

@@ -37,7 +37,7 @@ class Streams(NamedTuple):
 
 
 class State(NamedTuple):
-    """What changes.
+    """The state that changes.
 
     - By task: how many others it ``waits`` for, when it was ``ready``, its ``start`` and ``end``, and its ``cause``: the task
       whose end let it start.
@@ -218,4 +218,4 @@ def pop(tasks: Tasks, streams: Streams, state: State, s: int) -> int:
 
 
 FUNCTIONS = (count, slowdown, goes_first, push, pop, release, next_event, begin, dispatch, advance, run)
-"""What is compiled, each after those that it calls."""
+"""The functions that are compiled, each after those that it calls."""

@@ -27,7 +27,7 @@ def simulated(
     """Simulates a step. Without ``overlap`` its tasks run one after the other, in program order.
 
     At least ``iterations`` iterations of each scan are simulated one by one (by default all; `_FEW` in steps of more than `_MANY`
-    instructions). One of them stands for the rest, where that gives the same times.
+    instructions). One of them stands for the rest if that gives the same times.
     """
     tasks, run = _run(schedule, planned, donated, overlap=overlap, contention=contention, iterations=iterations)
     return _figures(tasks, run, priced, overlap=overlap, contention=contention)

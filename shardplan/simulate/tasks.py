@@ -6,7 +6,7 @@ runs on the links of the slowest level that it crosses. A program over several l
 its faster levels free for most of it.
 
 XLA runs a loop as one op: it begins when all its operands are ready, and an iteration begins when the one before it has ended. So
-all iterations are copies of the first, with other task numbers. Of a long loop, only a few are written out
+all iterations are copies of the first, with other task numbers. Only a few iterations of a long loop are written out
 (`shardplan.simulate.folds`).
 """
 

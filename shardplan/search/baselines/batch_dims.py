@@ -89,7 +89,7 @@ def _given(graph: Graph) -> frozenset[int]:
 
 
 def _met(node: Node, given: Set[int], batch: Sequence[int | None], data: Sequence[Set[int]]) -> Iterator[tuple[int, int, bool]]:
-    """(tensor, dim, whether it is the batch dim) of each dim with which an operand made of no input meets the data."""
+    """(tensor, dim, whether it is the batch dim) of each dim at which an operand that depends on no input meets the data."""
     description = node.signature.description
     if description is None or all(t < 0 or t in given for t in node.inputs):
         return

@@ -19,7 +19,7 @@ from shardplan.search.problem.problem import Problem
 
 
 def heuristics(problem: Problem) -> tuple[Restriction, ...]:
-    """The four algorithms, as restrictions of the problem. With three or more factors, all but the last do the same."""
+    """The four algorithms, as restrictions of the problem. With three or more factors, all but the last make equal cuts."""
     groups = alike((), len(problem.sizes)) if len(problem.sizes) > 2 else ()
     domains = problem.together(problem.domains, groups) if groups else problem.domains
     split, limits = everything_split(problem, domains), replace(everything_cut(problem), groups=groups)

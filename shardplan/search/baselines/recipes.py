@@ -1,9 +1,9 @@
 """Baselines: the shardings that people use today, as restrictions of the same problem.
 
-A baseline gives the layouts of arguments, and those in which ops use weights and activations. Its data factors split activations
-along the batch. Its tensor factors split activations along no data dim, and weights by the rule of Megatron. Every op is cut
-where its operands are. All else is completed optimally, in the same tables, so that a plan is compared with the best version of
-each baseline, and each baseline moves the bytes that its name stands for.
+A baseline gives the layouts of arguments, and the layouts in which ops use weights and activations. Its data factors split
+activations along the batch. Its tensor factors split activations along no data dim, and weights by the rule of Megatron. Every
+op is cut where its operands are. All else is completed optimally, in the same tables, so that a plan is compared with the best
+version of each baseline, and each baseline moves the bytes that its name stands for.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Loops:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What recipes need to know: each argument's number, variable and role (None: data); all other variables, grouped by rank,
+    """The facts that recipes read: each argument's number, variable and role (None: data); all other variables, grouped by rank,
     domain and role; each op's loops.
     """
 
@@ -145,7 +145,7 @@ def alike(parts: Groups, count: int) -> Groups:
 
 
 def examined(problem: Problem, *, beside: Collection[Groups] = (), limited: bool = True) -> tuple[Restriction | LeftOut, ...]:
-    """Every baseline, or why it does not exist; those whose groups of factors (`alike`) are in ``beside`` are left out.
+    """Every baseline, or why it does not exist; baselines whose groups of factors (`alike`) are in ``beside`` are left out.
 
     Unless ``limited``, the baselines restrict layouts alone, not ops.
     """
@@ -354,7 +354,7 @@ def _value(problem: Problem, examples: Examples, known: Sides, variable: Variabl
 
 
 def _split(problem: Problem, t: int, dims: Set[int]) -> frozenset[int]:
-    """Dims of a tensor as dims of its layout space, which leaves out dims that cannot be split."""
+    """Dims of a tensor as dims of its layout space, which has no dims that cannot be split."""
     return frozenset(i for i, d in enumerate(split_dims(problem.graph.tensors[t].shape)) if d in dims)
 
 

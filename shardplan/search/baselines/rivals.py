@@ -48,7 +48,7 @@ class Rivals:
         return tuple(s for r in result for s in self.of(r))
 
     def reach(self, domains: Sequence[Domain], spaces: Collection[Groups]) -> tuple[Domain, ...]:
-        """For each variable the layouts in these domains that any baseline outside the spaces allows.
+        """For each variable, the layouts in these domains that some baseline outside the spaces allows.
 
         The best assignment of these layouts is no slower than any of these baselines.
         """
@@ -73,7 +73,8 @@ class Rivals:
     ) -> list[Solution]:
         """The fastest baselines in these domains but outside the spaces, and the fastest that fit (if none does, the smallest).
 
-        Each as it is, and with its ops cut the best way, which may hold more. None under Tofu's objective: it is not theirs.
+        Each baseline counts twice: as it is, and with its ops cut the best way, which may hold more. Empty under Tofu's
+        objective, which baselines do not share.
         """
         if self._solver.problem.objective.everything_split:
             return []

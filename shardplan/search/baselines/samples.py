@@ -24,8 +24,8 @@ class Samples:
 def samples_of(graph: Graph) -> Samples | None:
     """The samples of a step: the batch dim that most arrays of its data have; None for a step without data.
 
-    A loop takes the slices of a stack one after the other. Where a value of the batch passes from one to the next they are
-    timesteps of the same samples, else microbatches, each with samples of its own.
+    A loop takes the slices of a stack one after the other. If a value of the batch passes from one iteration to the next, they
+    are timesteps of the same samples; else they are microbatches, each with samples of its own.
     """
     data = data_inputs(graph)
     batch = follow(graph, data).batch

@@ -110,7 +110,7 @@ def same_values(graph: Graph) -> list[int]:
 
 
 def _roots(graph: Graph, marks: Marks) -> dict[int, int]:
-    """For each weight, the program's input that it is or is made from."""
+    """For each weight, the input of the program that it is, or from which it is made."""
     root = {t: t for t in graph.inputs if t in marks.weights}
     for link in graph.links:
         if link.target in marks.weights and link.source in root:

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 OneChoice = Literal["none", "timesteps", "layers"]
-"""Which tensors share a layout though they need not: none, those of unrolled timesteps, or those of equal layers too."""
+"""Which tensors share a layout although they could differ: none, the tensors of unrolled timesteps, or those of equal layers
+too.
+"""
 
 
 def one_choice_of(value: object) -> OneChoice:
@@ -67,7 +69,7 @@ class Coarse:
     _derived: dict[object, Any] = field(default_factory=dict[object, Any], init=False, repr=False, compare=False)
 
     def once(self, what: object, derive: Callable[[], T]) -> T:
-        """What follows from these variables and ``what`` alone: derived once, for the problems of all factorings."""
+        """A value that depends only on these variables and ``what``: derived once, for the problems of all factorings."""
         if what not in self._derived:
             self._derived[what] = derive()
         return self._derived[what]

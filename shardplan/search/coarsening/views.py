@@ -24,9 +24,9 @@ def add_views(
     """Gives a view to each tensor that several contractions read. Tensors that share one choice share a view.
 
     There is no view where it would gain little: where the stored layout serves only these readers, or where the tensor is the
-    largest that each of them touches, so that moving the others is cheaper. At worst a copy then is made twice. A tensor in
-    ``alone`` is not stored for its readers: it has a view wherever several ops read it, elementwise ones included. So has a
-    tensor that may stay a partial sum, for the ops that do not lie as it does: they add it up once.
+    largest that each of them touches, so that moving the others is cheaper. At worst, a copy is then made twice. A tensor in
+    ``alone`` is not stored for its readers: it has a view wherever several ops read it, elementwise ones included. A tensor that
+    may stay a partial sum also has a view, for the ops that do not lie as it does: they add it up once.
 
     The views are appended to ``variables``. Returns the view of each (op, slot) that reads one.
     """
@@ -76,7 +76,7 @@ def add_views(
 def _readers(graph: Graph, of: list[int], alone: frozenset[int], partial: frozenset[int]) -> tuple[_Uses, _Uses]:
     """(the contractions that read each tensor, or all ops if it is ``alone``; the ops that read it and no other tensor).
 
-    A tensor that may stay ``partial`` is read by all ops but those whose results lie as it does: they hand terms on.
+    For a tensor that may stay ``partial``, ops whose results lie as it does are not counted: they pass terms on.
     """
     readers: _Uses = {}
     single: _Uses = {}

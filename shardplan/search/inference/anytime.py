@@ -61,7 +61,7 @@ def late(deadline: float | None) -> bool:
 
 
 Stopped = Literal["", "time budget", "interrupted"]
-"""What ended a search early; empty where the search finished."""
+"""The reason for which a search ended early; empty if it finished."""
 
 
 class OutOfTimeError(Exception):
@@ -87,7 +87,7 @@ class Incumbent:
     def offer(self, solution: Solution) -> bool:
         """Takes the solution if it comes before the best so far; returns whether it does.
 
-        The peak of a slower one, which is slow to find, is not looked at.
+        The peak of a slower solution is not computed, since that takes long.
         """
         if self.best is not None:
             slower = self.best.fits(self.limit) and solution.seconds >= self.best.seconds
@@ -134,5 +134,7 @@ class Watch:
             self.incumbent.offer(solution)
 
     def close(self) -> None:
-        """Ends the search: what is solved later, for a report, has no deadline. What the observer refers to may be large."""
+        """Ends the search: later solutions, for a report, have no deadline. The observer is dropped, since it may refer to large
+        values.
+        """
         self._open, self.observer = False, silent

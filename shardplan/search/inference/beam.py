@@ -3,8 +3,8 @@
 Forwards: a variable whose tables would combine into too large a table is eliminated from groups of them separately (mini-buckets:
 Dechter & Rish, JACM 2003). First, costs move between the groups until each state costs the same in every group (Ihler et al., UAI
 2012). The tables that remain give a lower bound on completing any partial assignment. Backwards: these bounds rank the states of
-each variable. Of the partial assignments that differ in a variable that still matters, the ``beam_width`` most promising
-are kept (Kask & Dechter, Artificial Intelligence 2001). No dropped assignment costs less than its estimate; this gives the bound.
+each variable. Among the partial assignments that differ in a variable that still matters, the ``beam_width`` most promising are
+kept (Kask & Dechter, Artificial Intelligence 2001). No dropped assignment costs less than its estimate; this gives the bound.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def most_promising(
 ) -> tuple[Places, Places, int]:
     """(the partial assignments that are kept, the state of ``v`` in each, the least cost of a dropped one); ``each`` is [B, D].
 
-    Of those that agree in every variable of ``matter`` only the best is kept: no other can end up better.
+    Among partial assignments that agree in every variable of ``matter``, only the best is kept: no other can end up better.
     """
     costs = each.ravel()
     few = 4 * width

@@ -420,7 +420,8 @@ class Bound:
         known_s: float = 0.0,
         work: float = CONSTANTS.bound_work,
     ) -> None:
-        """``free`` is the best solution without a memory limit, ``chosen`` the best within it, ``work`` as in `ascend`.
+        """``free`` is the best solution without a memory limit, ``chosen`` the best within the limit; ``work`` is as in
+        `ascend`.
 
         ``known_s`` is a lower bound that is known already.
         """

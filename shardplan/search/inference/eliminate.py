@@ -138,8 +138,8 @@ def arranged_as(costs: Costs, axes: Sequence[int], sizes: Sequence[int]) -> Cost
 
 @dataclass(slots=True)
 class Eliminator:
-    """Runs eliminations over one store of tables and memoises each distinct one, until the store forgets what they left;
-    ``check`` is called before each.
+    """Runs eliminations over one store of tables and memoises each distinct one, until the store forgets its results; ``check``
+    is called before each.
     """
 
     store: TableStore
@@ -183,7 +183,7 @@ class Eliminator:
         return total, assignment
 
     def waiting(self, terms: Sequence[Term], sizes: Sequence[int], rank: Mapping[int, int]) -> tuple[int, list[list[Scoped]]]:
-        """(the sum of constants; for each variable the tables of which it is the first to be eliminated, by ``rank``)."""
+        """(the sum of constants; for each variable, the tables in which it is the first to be eliminated, by ``rank``)."""
         waiting: list[list[Scoped]] = [[] for _ in sizes]
         total = 0
         for term in terms:

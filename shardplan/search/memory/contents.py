@@ -1,4 +1,4 @@
-"""What a device holds where its memory peaks, value by value."""
+"""The values that a device holds where its memory peaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from shardplan.search.problem.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The ``nbytes`` of a tensor of the flat graph on one device, or what the op at the peak works in (``tensor`` is -1)."""
+    """The ``nbytes`` of a tensor of the flat graph on one device, or of the buffers in which the op at the peak works
+    (``tensor`` is -1).
+    """
 
     tensor: int
     kind: Kind | Literal["working"]

@@ -3,9 +3,9 @@
 A stored tensor lives from the op that makes it to its last reader. Resharded copies have lifetimes of their own; a weight's
 forward copy that the backward pass reuses also lives between the two. Elementwise results that only elementwise ops and
 reductions read are fused away if one pass reads them, or if they are light and the other pass can compute them again from values
-that are alive anyway. What an op holds while it runs is in `buffers`. An output that replaces a donated input takes its buffer.
-An input in host memory takes memory from the first op that reads it to the last, and the output that replaces it from the op that
-makes it to its last reader.
+that are alive anyway. `buffers` has the bytes that an op holds while it runs. An output that replaces a donated input takes its
+buffer. An input in host memory takes memory from the first op that reads it to the last, and the output that replaces it from
+the op that makes it to its last reader.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Liveness:
 
 
 def liveness(problem: Problem, donated: frozenset[int] = frozenset(), offloaded: frozenset[int] | None = None) -> Liveness:
-    """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs, ``offloaded`` those of inputs in host
-    memory (None: the graph's own).
+    """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs, ``offloaded`` the positions of inputs in
+    host memory (None: the graph's own).
     """
     hosted = problem.graph.offloaded if offloaded is None else offloaded
     key = "lifetimes", donated, hosted, problem.cluster.device.platform
@@ -162,10 +162,11 @@ def _moves_to_backward(problem: Problem, node: Node, readers: Mapping[int, Seque
 def _computed_again(
     problem: Problem, fused: set[int], across: set[int], cheap: Mapping[int, bool], death: dict[int, int]
 ) -> frozenset[int]:
-    """``fused`` with those of ``across`` that the other pass computes again, from stored values that it reads or smaller ones.
+    """``fused``, and the members of ``across`` that the other pass computes again: from stored values that it reads, or from
+    smaller ones.
 
-    XLA's compiler for GPUs computes roots and transcendentals again rather than store them; others only what is ``cheap``.
-    A stored value takes the memory of one that it is computed from, if nothing reads that later.
+    XLA's compiler for GPUs computes roots and transcendentals again rather than store them; other ops are computed again only if
+    they are ``cheap``. A stored value takes the memory of a value from which it is computed, if nothing reads that one later.
     ``death`` is changed accordingly.
     """
     heavy = problem.cluster.device.platform == "gpu"

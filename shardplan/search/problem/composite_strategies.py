@@ -1,7 +1,7 @@
 """Composite strategies: a loop (or none) for every factor, with the layouts that they need and give, and their compute.
 
 A factor that cuts no loop runs the op whole on each of its devices, or hands partial sums on where the op is linear in them. Two
-factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut where
+factors may cut the same loop; two loops may not split the same dim. A loop whose extent does not divide may still be cut if
 every operand is read at the loop's own index: the last block is padded, and its empty part is paid for. A strategy that pads a
 tensor by more than `Resharder.legal` admits is left out, because no resharding leads to its layouts.
 """
@@ -49,8 +49,8 @@ class Options:
 class Late:
     """The operands without a layout of an op that reads or makes a tensor that may stay partial.
 
-    ``free`` are the operands that are literals or depend on no input. ``nonzero`` are those of them not known to be zero: only
-    one term of a sum could contain them.
+    ``free`` are the operands that are literals or depend on no input. ``nonzero`` are the ones among them that are not known to
+    be zero: only one term of a sum could contain them.
     """
 
     free: frozenset[int]
@@ -180,7 +180,7 @@ def _numbers(values: Iterable[float]) -> NDArray[np.float64]:
 
 
 def _terms(cut_info: Sequence[_CutInfo], at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[strategies]: `Options.terms`. Where a cut makes terms, each device makes its own, so all cuts must divide."""
+    """[strategies]: `Options.terms`. If a cut makes terms, each device makes its own term, so all cuts must divide."""
     even, divides = _flags(m.even for m in cut_info)[at], _flags(m.divides for m in cut_info)[at]
     adds = _flags(-2 in m.places and m.strategy is not None and m.strategy.loop >= 0 for m in cut_info)[at]
     return np.all(even, axis=1) & (np.all(divides, axis=1) | ~np.any(adds, axis=1))
@@ -229,7 +229,7 @@ class _Cuts:
         passed = [-2 - j for j, operands in enumerate(self.handed) if late is not None and _may_pass(frozenset(operands), late)]
         self.loops: NDArray[np.int64] = np.array([-1, *cuttable, *passed])
         self._strategies: dict[tuple[int, int], Strategy | None] = {}
-        # of the loops whose cuts differ only in their number of ways
+        # for loops whose cuts differ only in their number of ways
         self._by_loop: dict[tuple[int, bool], Strategy | None] = {}
         self._cut_roles: dict[tuple[int, int], _Roles] = {}
         loops: list[int] = self.loops.tolist()

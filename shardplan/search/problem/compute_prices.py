@@ -77,8 +77,8 @@ def shared_compute_s(
 ) -> NDArray[np.float64]:
     """[cuts]: seconds of an op's share on one device, for many cuts at once.
 
-    ``part`` [cuts] is the fraction of the arithmetic that is left, ``operands`` and ``results`` those of each tensor, ``ways``
-    the number of parts of each loop that is cut.
+    ``part`` [cuts] is the fraction of the arithmetic that remains, ``operands`` and ``results`` the fraction of each tensor,
+    ``ways`` the number of parts of each loop that is cut.
     """
     work = _work(signature)
     if not work.counts:

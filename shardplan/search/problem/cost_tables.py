@@ -25,7 +25,9 @@ LONGEST_S = 1e3
 """The largest finite table entry, in seconds. Longer costs are clipped to it, so they are not told apart."""
 
 MOST_BYTES = 1 << 29
-"""Up to this many bytes a search keeps of what can be computed again: of the prices of moves, and of what eliminations leave."""
+"""The most bytes that a search keeps of each kind of result that it can compute again: prices of moves, and results of
+eliminations.
+"""
 _FORGOTTEN = np.zeros(0, np.int64)
 
 
@@ -46,7 +48,7 @@ def seconds_of_each(costs: NDArray[Any]) -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class TableStore:
-    """All distinct tables of one planning run. Those that are ``passing`` (what eliminations leave) may be forgotten again:
+    """All distinct tables of one planning run. ``passing`` tables (the results of eliminations) may be forgotten again:
     ``forgotten`` counts how often that has happened.
     """
 

@@ -79,7 +79,7 @@ class Extractor:
                 of_shape[v, t.shape] = problem.resharder.layout(t.shape, states[v])
             layouts.append(None if v == FREE else of_shape[v, t.shape])
         issued: list[Issued] = []
-        forward: set[tuple[int, Layout, Layout]] = set()  # (tensor, before, after) of what the forward pass moves
+        forward: set[tuple[int, Layout, Layout]] = set()  # (tensor, before, after) of the moves of the forward pass
         uses: dict[int, Use] = {}
         compute_s = host_s = 0.0
         for summand in problem.summands:
@@ -295,5 +295,5 @@ class Extractor:
 
 
 def inside_s(problem: Problem, summand: Summand, states: Sequence[int]) -> float:
-    """The seconds of what is done inside a variable under an assignment."""
+    """The seconds of the ops and copies inside a variable under an assignment."""
     return problem.inside(summand).seconds_at(float(problem.space(summand.at).local[states[summand.at]]))

@@ -1,4 +1,4 @@
-"""What arrays in host memory cost a step: copies between a device and its host's memory."""
+"""The cost of arrays in host memory: copies between a device and its host's memory."""
 
 from __future__ import annotations
 

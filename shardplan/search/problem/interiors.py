@@ -19,8 +19,8 @@ Parts = TypeVar("Parts", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What is done inside a variable of a shape, elementwise ops or copies: the seconds in which one device that holds everything
-    moves their bytes, and those of launching them, which no cut makes fewer.
+    """The elementwise ops or copies inside a variable of a shape: the seconds in which one device that holds everything moves
+    their bytes, and the seconds of their launches, which no cut reduces.
     """
 
     seconds: float
@@ -29,7 +29,7 @@ class Inside:
 
     @classmethod
     def of(cls, device: Device, nbytes: float, launches: float, shape: tuple[int, ...]) -> Inside:
-        """What moves these bytes in so many launches."""
+        """The ops or copies that move these bytes in so many launches."""
         return cls(float(compute.moving_s(device, np.array(nbytes))), launches * device.launch_s, shape)
 
     def seconds_at(self, local: Parts) -> Parts:

@@ -13,9 +13,9 @@ from shardplan.search.problem.summands import Summand
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Which ops of a problem cost the same. ``first[n]`` is the op that stands for op n. ``summands`` are those of the problem
-    without the ops that another one stands for, each with the number of summands that it counts for. ``limits`` are those under
-    which ops are told apart (None: no limits that do so).
+    """Which ops of a problem cost the same. ``first[n]`` is the op that stands for op n. ``summands`` are the summands of the
+    problem, without ops that another one stands for, each with the number of summands that it counts for. ``limits`` are the
+    limits under which ops are told apart (None: no limits tell them apart).
     """
 
     first: Mapping[int, int]

@@ -78,7 +78,7 @@ class Limits:
 class Slot:
     """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables.
 
-    ``window`` is what moving it can hide behind, ``read`` how it is read then.
+    ``window`` is the compute that moving it can hide behind; ``read`` says how it is read after that.
     """
 
     variable: int
@@ -109,14 +109,14 @@ class Pricer:
         self._issued: dict[tuple[tuple[int, ...], int, Step, Window, Read], tuple[float, float]] = {}
 
     def at(self, objective: Objective) -> Pricer:
-        """The prices at other weights. What does not depend on weights is shared."""
+        """The prices at other weights. Results that do not depend on weights are shared."""
         result = copy.copy(self)
         result.weights, result.overlaps = objective.weights, objective.overlaps
         result._costs, result._cost_bytes, result._issued = {}, 0, {}
         return result
 
     def options(self, signature: Signature, allowed: Allowed | None = None, *, late: Late | None = None) -> Options:
-        """The composite strategies of a signature, or only those ``allowed``. With ``late``, some hand partial sums on."""
+        """The composite strategies of a signature, or only those ``allowed``. With ``late``, some pass partial sums on."""
         found = self._options.get((signature.id, allowed, late))
         if found is None:
             if allowed is None:

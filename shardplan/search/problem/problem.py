@@ -93,7 +93,7 @@ class Problem:
         return Problem(*own, objective=self.objective, like=self, company=company)
 
     def _windows(self) -> Windows:
-        """What collectives can hide behind; nothing where the objective is a plain sum."""
+        """The compute that collectives can hide behind; none if the objective is a plain sum."""
         device = self.objective.device(self.cluster)
         if device is None or not self.objective.overlaps:
             return NO_WINDOWS
@@ -224,7 +224,7 @@ class Problem:
         return tuple(result)
 
     def inside(self, summand: Summand) -> Inside:
-        """What is done inside a variable: its ops, or its copies from host memory and back."""
+        """The work inside a variable: its ops, or its copies from host memory and back."""
         return (self.interior if summand.kind == "interior" else self.host)[summand.at]
 
     def local(self, v: int, domain: Domain) -> NDArray[np.float64]:
@@ -463,7 +463,7 @@ class Problem:
 
     @cached_property
     def view_window(self) -> Mapping[int, Window]:
-        """What making each view can hide behind: the median over its tensors of the least among their readers."""
+        """The windows of making each view: the median, over its tensors, of the least window among their readers."""
         of: dict[int, dict[int, Window]] = {}
         for (n, slot), v in self.coarse.read.items():
             windows, t = of.setdefault(v, {}), self.graph.nodes[n].inputs[slot]
@@ -472,7 +472,7 @@ class Problem:
         return {v: sorted(windows.values())[len(windows) // 2] for v, windows in of.items()}
 
     def link_window(self, link: Link) -> Window:
-        """What a resharding on a link can hide behind."""
+        """The window of a resharding on a link."""
         return self.windows.links.get((link.source, link.target), NO_WINDOW)
 
     @cached_property

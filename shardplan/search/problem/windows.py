@@ -6,7 +6,7 @@ its reader. The reduction of a gradient hides behind the rest of the backward pa
 almost no window.
 
 Windows are computed before layouts are chosen, with each op's compute spread evenly over all devices. Inside a loop, a window is
-that of one iteration. Windows are rounded to a few sizes, so that equal ops with similar windows share tables.
+the window of one iteration. Windows are rounded to a few sizes, so that equal ops with similar windows share tables.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Windows:
     """The windows of a graph in seconds of one device, rounded; infinite if only the compute of the whole step limits them.
 
     ``operands[n, slot]`` is the window for moving an operand of node n into the layout in which it is read. ``results[n, r]`` is
-    that for moving a result into its stored layout, ``links[source, target]`` that of a link between two tensors. ``sliced`` are
-    the tensors that all readers can take from a bundle's buffer as they lie, ``images`` those that convolutions read.
+    the window for moving a result into its stored layout, ``links[source, target]`` the window of a link between two tensors.
+    ``sliced`` are the tensors that all readers can take from a bundle's buffer as they lie, ``images`` those that convolutions
+    read.
     """
 
     operands: Mapping[tuple[int, int], Window]
@@ -184,7 +185,9 @@ class _Chain:
         self.concurrency = Concurrency([sorted(w) for w in waits_for], work, heavy)
 
     def with_company(self, seconds: float, makers: Sequence[int], readers: Sequence[int]) -> Window:
-        """A window of so many seconds, with what can travel together; nothing in a loop, whose carries do not show here."""
+        """A window of so many seconds, with the bytes that can travel together; none in a loop, whose carries are not known
+        here.
+        """
         if not self.depth and not self.concurrency.heavy_before(makers):
             return Window(seconds, "early", self._early_bytes)
         if not self.depth and not self.concurrency.heavy_after(readers):

@@ -34,7 +34,7 @@ class Descent:
     watch: Watch
 
     def within(self, limit: int) -> list[Solution]:
-        """The solutions found for a limit; where none of them fits, the last is that of `smallest`."""
+        """The solutions found for a limit; if none of them fits, the last one is the solution of `smallest`."""
         if limit < memory.floor_bytes(self.solver.problem, self.solver.live, self.domains):
             return [self.smallest()]  # no plan holds fewer bytes
         solutions = [*self._initial(limit), *self._priced(limit)]
@@ -56,8 +56,8 @@ class Descent:
     def _priced(self, limit: int) -> list[Solution]:
         """Solutions at one price on the bytes at every peak seen so far.
 
-        The price rises until a solution fits. Then it is the price at which this solution and the last that does not fit cost the
-        same: a solution cheaper than both at that price lies between them.
+        The price rises until a solution fits. Then it becomes the price at which this solution and the last one that does not
+        fit cost the same: any solution between them is cheaper than both at that price.
         """
         solver, watch, initial = self.solver, self.watch, [] if self.joint else self._initial(limit)
 

@@ -24,9 +24,9 @@ Pins = Mapping[str, Sequence[Entry]]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The states that one pin allows a variable: that of the argument at ``path``, or that of a value inside the step.
+    """The states that one pin allows a variable: the variable of the argument at ``path``, or of a value inside the step.
 
-    ``pin`` is its glob, of a constraint its text; ``said`` is the pin as the user wrote it.
+    ``pin`` is its glob, or the text of a constraint; ``said`` is the pin as the user wrote it.
     """
 
     pin: str
@@ -56,7 +56,7 @@ def pinned_domains(problem: Problem, pins: Pins) -> tuple[Domain, ...]:
 
 
 def all_or_none_pinned(graph: Graph, coarse: Coarse, pins: Pins) -> bool:
-    """Whether pins match all arguments of each variable or none of them, each pin as many as every other."""
+    """Whether all arguments of each variable match the same pins."""
     matched: dict[int, frozenset[str]] = {}
     for t, path in zip(graph.inputs, graph.input_paths, strict=True):
         own = frozenset(pattern for pattern in pins if fnmatch.fnmatchcase(path, pattern))
@@ -66,7 +66,8 @@ def all_or_none_pinned(graph: Graph, coarse: Coarse, pins: Pins) -> bool:
 
 
 def for_pins(problem: Problem, pins: Pins) -> Problem:
-    """The problem itself; or, where arguments that share a layout are pinned differently, one in which each has its own.
+    """The problem itself; or, if arguments that share a layout are pinned differently, a problem in which each has a layout of
+    its own.
 
     In that problem the readers of these arguments read a copy or have a layout of their own.
 

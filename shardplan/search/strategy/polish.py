@@ -88,9 +88,9 @@ class _Polish:
 
 
 def near(problem: Problem, domains: Sequence[Domain], of: Solution, also: Sequence[Domain] = ()) -> list[Domain]:
-    """For each variable the layouts that differ from a solution's on one factor at most, and those of ``also``.
+    """For each variable, the layouts that differ from a solution's on at most one factor, and the layouts of ``also``.
 
-    With ``also``, variables behind a transpose take the other side's layouts where those are fewer: nothing is lost by that.
+    With ``also``, variables behind a transpose take the other side's layouts if those are fewer: this loses nothing.
     """
     result = [problem.near(v, of.states[v], domain) for v, domain in enumerate(domains)]
     if not also:
@@ -132,8 +132,8 @@ def polish(
     """Chooses pairs of factors anew, with the others fixed, until nothing improves. Without ``pairs``, only where that is fast.
 
     With three or more factors, every variable may also change on single factors, or to a layout of ``also`` (whose tables must
-    not be too large): the result is no worse than the best assignment of these. Where that gains nothing, pairs are tried only
-    on small problems, which begin with them.
+    not be too large): the result is no worse than the best assignment of these. If that gains nothing, pairs are tried only on
+    small problems, which begin with them.
     """
     work = _Polish(solver, domains, start, watch, points, price, float("inf") if points else start.seconds)
     if len(solver.problem.sizes) < 3 or work.small():

@@ -1,4 +1,4 @@
-"""What a plan uses each factor for: the rows of its parallelism matrix.
+"""The purpose of each factor of a plan: the rows of its parallelism matrix.
 
 The contractions say it, by the loops that a factor cuts. Loops over the batch are data parallelism, or FSDP where the op's weight
 is stored split over the factor; loops over other dims of the data (positions, height, width) are sequence parallelism; loops that
@@ -46,9 +46,10 @@ def purpose_of(name: object) -> Purpose:
 class ContractionLoops:
     """The kinds of the loops of a step's contractions. ``root`` has the input that each weight is made from.
 
-    Weights are inputs that the step gives back changed. Where it gives back none that a contraction reads, as a forward pass,
-    they are the inputs of every argument of which a contraction multiplies one with an activation, or that is the filter of a
-    convolution; where a contraction multiplies inputs of two other arguments, of the earlier one.
+    Weights are inputs that the step gives back changed. A step may give back no input that a contraction reads, as a forward
+    pass does. Then an argument's inputs are weights if a contraction multiplies one of them with an activation, or if one is the
+    filter of a convolution. If a contraction multiplies inputs of two other arguments, those of the earlier argument are
+    weights.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -88,8 +89,8 @@ class ContractionLoops:
     def _expert_dims(self) -> Mapping[int, frozenset[int]]:
         """By variable: its dims over experts, numbered without dims of one element.
 
-        A weight has those that an activation has too, and that are not summed over; what a contraction reads and makes has those
-        of the loops over them.
+        A weight has the dims over experts that an activation has too and that are not summed over. The operands and results of a
+        contraction have the dims of its loops over experts.
         """
         found: dict[int, frozenset[int]] = {}
         for node in self.contractions:

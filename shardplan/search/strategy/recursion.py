@@ -20,7 +20,7 @@ class RecursionResult:
 
 
 def recurse(solver: Solver, domains: Sequence[Domain]) -> RecursionResult:
-    """Solves factor by factor: what is split stays split, ops may be cut anew.
+    """Solves factor by factor: a split tensor stays split, ops may be cut anew.
 
     With the objective "bytes" every step splits every tensor (within ``domains``, which hold the pins) and cuts every op over its
     factor, as Tofu's recursion does.

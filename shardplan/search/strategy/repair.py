@@ -3,8 +3,8 @@
 Where the next plan on the hull is much slower than one slightly over the limit, `repaired` changes a few layouts of the latter:
 at each step the change at the peak that saves the most bytes per second lost, until the plan fits. A price moves all equal layers
 at once and jumps over plans between two of its optima. Therefore `faster` exchanges, one by one, the parts in which two solutions
-on both sides of the limit differ. Then it chooses single layouts, and pairs of layouts that meet in an op, anew as long as the
-plan gets faster and fits. `smaller` does the same to save bytes where nothing fits.
+on both sides of the limit differ. Then it changes single layouts, and pairs of layouts that meet in an op, as long as the plan
+gets faster and fits. `smaller` does the same to save bytes if nothing fits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _moved(solver: Solver, current: Solution, move: _Move) -> Solution:
 
 
 def faster(solver: Solver, domains: Sequence[Domain], limit: int, solutions: Sequence[Solution]) -> Solution | None:
-    """The fastest solution within ``limit`` bytes that is built from these; None where none of them fits."""
+    """The fastest solution within ``limit`` bytes that is built from these; None if none of them fits."""
     fitting = sorted((s for s in solutions if s.fits(limit)), key=lambda s: s.seconds)
     if not fitting:
         return None
@@ -267,8 +267,8 @@ def _spread(table: NDArray[np.int64], scope: Sequence[int], variables: Sequence[
 
 
 def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, left: _Budget) -> Solution | None:
-    """The smallest solution after one change at the peak: one layout (two on small problems), or a kept copy dropped. None where
-    no such change holds fewer bytes.
+    """The smallest solution after one change at the peak: one layout (two on small problems), or a kept copy dropped. None if no
+    such change holds fewer bytes.
     """
     problem, live = solver.problem, solver.live
     held = memory.profile(problem, live, now.states, now.keep, now.limits)
@@ -299,7 +299,7 @@ def _smallest_step(solver: Solver, domains: Sequence[Domain], now: Solution, lef
 
 
 def _smallest(solver: Solver, domains: Sequence[Domain], v: int) -> list[int]:
-    """The few states of a variable of which a device holds the least."""
+    """The few states of a variable in which a device holds the least of it."""
     local = solver.problem.resharder.space(solver.problem.coarse.variables[v].shape).local
     return sorted(domains[v], key=lambda s: (local[s], s))[:4]
 

@@ -1,9 +1,9 @@
 """The search: the cheapest assignment within the memory limit, and every baseline scored in the same tables.
 
-Two factors are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. So are more factors
-where the tables are small. Where they are not, the factors are solved as one group of slower and one of faster ones (else by
-recursion, slowest level first). Then every layout is polished on one factor and, if that gained, on pairs of factors, to a
-fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
+Two factors are solved jointly: exactly where the tables allow, else by a beam that mostly proves its optimum. More factors are
+solved jointly too if the tables are small. If they are not, the factors are solved as one group of slower and one of faster ones
+(else by recursion, slowest level first). Then every layout is polished on one factor and, if that gained, on pairs of factors,
+to a fixpoint, and from other groupings too (Tofu, section 5.2, made joint).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Outcome:
     """The best solution, the baselines, a lower bound on any solution's seconds, and how the search ended.
 
     ``exact``: the optimum without a memory limit is proved. ``smallest``, where nothing fits, is the solution with the fewest
-    bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and the baselines
-    are those solved by then. ``free`` is the best solution without a memory limit,
-    ``tried`` are the factorings that a search over them came to, ``purposes`` those that the user has fixed for the factors.
-    ``others`` are the outcomes of other factorings that fit, fastest first: as scheduled, one of them may be faster.
-    ``limit_costs``: over all factorings and multipliers that were searched, the memory limit costs time.
+    bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and only the
+    baselines solved by then are there. ``free`` is the best solution without a memory limit, ``tried`` are the factorings that a
+    search over them came to, ``purposes`` those that the user has fixed for the factors. ``others`` are the outcomes of other
+    factorings that fit, fastest first: as scheduled, one of them may be faster. ``limit_costs``: over all factorings and
+    multipliers that were searched, the memory limit costs time.
     """
 
     best: Solution
@@ -91,7 +91,7 @@ def search(
     At the deadline it returns the best so far. The deadline waits until there is a solution (tables cannot be built in part). On
     an interrupt it offers the best so far, if that fits, and raises the interrupt.
 
-    With the objective "bytes" Tofu's premise holds, which the baselines do not share, so they seed nothing.
+    The objective "bytes" follows Tofu's premise, which the baselines do not share, so no baseline is a start.
     """
     live = memory.liveness(problem, donated)
     incumbent = Incumbent(limit)
@@ -228,7 +228,7 @@ def _unlimited(
         others = [*known, *joint] if known and not levels.premise else [*known, *levels.every, *joint]
         if all(math.isinf(s.seconds) for s in others):
             others.append(_narrowest(solver, domains))
-        if not known:  # what is known is no worse than the baselines over fewer factors
+        if not known:  # known solutions are no worse than the baselines over fewer factors
             others += rivals.seeds(domains, limit, levels.spaces)
         watch.tell("search", 0.4)
         best = polish(solver, domains, _fastest(others), watch, pairs=count < 4 or not known)
@@ -240,8 +240,8 @@ def _unlimited(
 def _reached(solver: Solver, rivals: Rivals, levels: _Levels, watch: Watch, known: Sequence[Solution]) -> Solution | None:
     """With three or more factors: the best solution of one grouping, or that is known, polished so that no baseline is better.
 
-    Only where the polish gains, the other groupings are solved too. None where the tables of the polish would be too large, or
-    where the grouping has no feasible assignment.
+    The other groupings are solved only if the polish gains. None if the tables of the polish would be too large, or if the
+    grouping has no feasible assignment.
     """
     domains = levels.domains
     if known and len(solver.problem.sizes) > 2 and not levels.premise:
@@ -333,7 +333,7 @@ class _Levels:
         return {groups: space for groups, space in result.items() if space is not None}
 
     def of(self, groups: Groups) -> Solution:
-        """The best solution in which the factors of each group do the same, in layouts and in ops."""
+        """The best solution in which the factors of each group split and cut alike, in layouts and in ops."""
         if groups not in self._solutions:
             self._watch.tell("levels", 0.1)
             space = self._space(groups)
@@ -343,6 +343,8 @@ class _Levels:
 
     @cached_property
     def every(self) -> list[Solution]:
-        """The solutions of all groupings, their ops cut the best way; where there is none, that of the recursion."""
+        """The solutions of all groupings, with their ops cut the best way; if there is no grouping, the solution of the
+        recursion.
+        """
         result = [self._solver.unlimited(self.of(groups)) for groups in self.spaces]
         return result or [recurse(self._solver, self._pinned).solution]

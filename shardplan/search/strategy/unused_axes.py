@@ -9,7 +9,7 @@ from shardplan.search.problem.extract import Decisions
 from shardplan.search.problem.problem import Problem
 
 REPEATED = "its devices all do the same"
-"""What is said of a factor over which devices repeat each other's work."""
+"""The text about a factor over which devices repeat each other's work."""
 
 
 @dataclass(frozen=True, slots=True)

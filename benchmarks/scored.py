@@ -32,7 +32,7 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt, scan": ("gpt", {**TRANSFORMER, "scan": True, "remat": True}, "head/kernel"),
     "llama": ("llama", {"layers": 2, "sequence": 128, "batch": 64}, "blocks/1/mlp/up/kernel"),
     "moe": ("moe", {"layers": 2, "width": 256, "heads": 8, "vocabulary": 4096, "sequence": 128, "batch": 64}, "head/kernel"),
-    "vit": ("vit", {"layers": 2, "width": 256, "heads": 8, "image": 64, "batch": 64}, "block_0/mlp/up/kernel"),
+    "vit": ("vit", {"layers": 2, "width": 256, "heads": 8, "image": 64, "batch": 64}, "block_0/up/kernel"),
     "wresnet": ("wresnet", {"depth": 50, "width": 1, "image": 32, "batch": 64}, "head/kernel"),
     "unet": ("unet", {"channels": 32, "image": 32, "batch": 64}, "up_1_0/conv_in/kernel"),
 }
@@ -54,7 +54,9 @@ def sharded(args: Any, bad: str = "") -> tuple[Any, str]:
         own = hand.weight(text, tuple(x.shape), SIZES)
         return P(*(BOTH if entry else None for entry in own))
 
-    return (jax.tree_util.tree_map_with_path(spec, args[0]), jax.tree.map(lambda _: P(BOTH), args[1])), pinned[0]
+    state = jax.tree_util.tree_map_with_path(spec, args[0])
+    assert bool(bad) == bool(pinned[0]), f"no array ends with {bad}"
+    return (state, jax.tree.map(lambda _: P(BOTH), args[1])), pinned[0]
 
 
 def row(name: str) -> dict[str, Any]:

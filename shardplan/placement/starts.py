@@ -77,7 +77,9 @@ def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
 
 
 def _layers(graph: OperatorGraph) -> list[int]:
-    """The layer of each operator: that of its weights, which are in one folder of the state, else that of what it reads."""
+    """The layer of each operator: the layer of its weights, which are in one folder of the state; without weights, the layer of
+    the operator that it reads.
+    """
     common = posixpath.commonprefix([w.path.rpartition("/")[0] + "/" for w in graph.weights]).rfind("/")
     numbers: dict[str, int] = {}
     layer_of: dict[int, int] = {}
@@ -130,7 +132,7 @@ def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Str
 def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:
     """The cuts of a plan as configurations over all devices.
 
-    Operators have no parts that only add up, so where a plan cuts a reduction, or leaves work whole, samples or else another loop
+    Operators cannot be cut into terms of a sum. If a plan cuts a reduction, or leaves work whole, samples or else another loop
     are cut instead, as far as they divide.
     """
     at = coordinates(problem.machine.cluster, factors)

@@ -115,7 +115,7 @@ def _in_order(units: Sequence[Unit], graph: OperatorGraph) -> tuple[Unit, ...]:
 def partitions(times: GroupTimes, branches: Branches) -> list[tuple[str, tuple[Group, ...]]]:
     """Disjoint groups for branches, each with its name: by the work of branches between two joints, and of equal sizes.
 
-    The shares are those of the section that has most work among those with several branches.
+    The shares are the shares of the section with the most work among those with several branches.
     """
     shape = times.problem.machine.cluster.shape
     work: dict[int, list[float]] = {}
@@ -138,7 +138,7 @@ def partitions(times: GroupTimes, branches: Branches) -> list[tuple[str, tuple[G
 
 
 def groups_text(groups: Sequence[Group]) -> str:
-    """What equal groups are called."""
+    """The name that equal groups share."""
     size = len(groups[0])
     return f"groups of {size}" + (" across levels" if groups[0][-1] - groups[0][0] >= size else "")
 

@@ -172,7 +172,7 @@ def _results(process: subprocess.Popen[bytes]) -> Connection[Any, Sent]:
 
 
 def _received(pipe: Connection[Any, Sent]) -> Sent:
-    """What a process sends next."""
+    """The next message of a process."""
     try:
         return pipe.recv()
     except (EOFError, OSError, pickle.UnpicklingError) as error:

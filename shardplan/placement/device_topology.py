@@ -26,12 +26,13 @@ TICK_S = 1e-12
 
 @dataclass(frozen=True)
 class DeviceTopology:
-    """Devices [n] with their ``speed`` (1: that of the cluster's device) and ``memory_bytes``, and what joins them.
+    """Devices [n] with their ``speed`` (1: the speed of the cluster's device) and ``memory_bytes``, and the connections between
+    them.
 
     ``absent`` devices keep their numbers, and run nothing.
 
-    ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] are those of a message from a row's device to a column's; ``link`` is a
-    number of ``links``, or -1 on the diagonal.
+    ``latency_s``, ``bytes_per_s`` and ``link`` [n, n] describe a message from a row's device to a column's; ``link`` is a number
+    of ``links``, or -1 on the diagonal.
     """
 
     cluster: Cluster

@@ -16,9 +16,9 @@ from shardplan.placement.roles import roles_of
 class GrowingOperator:
     """An operator while ops join it.
 
-    ``extents[n]`` has the extents of all dims that loop n splits. ``labels`` are those of the tensors that it makes, ``read``
-    those of what it reads: of other operators and of arguments. ``works`` has its ops by phase. ``shapes`` labels tensors by
-    shape.
+    ``extents[n]`` has the extents of all dims that loop n splits. ``labels`` are the labels of the tensors that it makes,
+    ``read`` those of the tensors of other operators, and of the arguments, that it reads. ``works`` has its ops by phase.
+    ``shapes`` labels tensors by shape.
     """
 
     anchor: Node
@@ -36,7 +36,7 @@ class GrowingOperator:
 class Grouping:
     """The operators of a graph while its nodes are given to them.
 
-    ``of`` is the operator of each tensor of the forward pass, ``owner`` that of each node.
+    ``of`` is the operator of each tensor of the forward pass, ``owner`` the operator of each node.
     """
 
     def __init__(self, graph: Graph, program: Program) -> None:
@@ -78,7 +78,7 @@ class Grouping:
         self._start(node)
 
     def maker(self, t: int) -> int | None:
-        """The operator that makes a tensor; what leaves a loop is its operator's."""
+        """The operator that makes a tensor; a tensor that leaves a loop belongs to the loop's operator."""
         if t not in self.of and t in self._left:
             at = self.maker(self._left[t])
             if at is not None:
@@ -134,7 +134,7 @@ class Grouping:
                 self._read(group, t, labels)
 
     def _read(self, group: GrowingOperator, t: int, labels: Labels) -> None:
-        """Notes that a group reads a tensor with these labels; what is derived from arguments is read from them."""
+        """Notes that a group reads a tensor with these labels; a tensor derived from arguments counts as read from them."""
         node = self.derived.get(t)
         if node is None:
             group.read[t] = merged(group.read[t], labels) if t in group.read else labels

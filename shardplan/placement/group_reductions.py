@@ -1,4 +1,4 @@
-"""What an all-reduce among any group of devices takes: the best reduction program where the group follows the levels."""
+"""The time of an all-reduce among any group of devices: by the best reduction program if the group follows the levels."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ class GroupPrices:
         return 2 * around * (n - 1) / n + 2 * (n - 1) / n * nbytes / slowest + self.machine.cluster.device.instruction_s
 
     def _levels(self, mask: int) -> tuple[int, ...] | None:
-        """The factors over which the group extends, if it is all devices that agree in the others; else None.
-
-        None too where two of its devices have a link of their own, which reduction programs do not know.
+        """The factors over which the group extends, if it consists of all devices that agree in the others; else None. Also None
+        if two of its devices have a link of their own, which reduction programs do not know.
         """
         if any(mask >> a & mask >> b & 1 for a, b in self.machine.single_pairs):
             return None

@@ -1,9 +1,9 @@
 """From a traced step to its graph of operators.
 
 Walking the forward pass, an op starts an operator if it multiplies, or if it breaks the cut of a loop of the operator whose
-result it reads; any other op joins that operator (the last one, of several). Ops on arguments alone (a broadcast bias, a cast)
-join their reader. A scan or a while loop is one operator, which is cut over samples. `twins` adds the backward pass and the
-update.
+result it reads; any other op joins that operator (the last one, if there are several). Ops on arguments alone (a broadcast bias,
+a cast) join their reader. A scan or a while loop is one operator, which is cut over samples. `twins` adds the backward pass and
+the update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def operator_graph(graph: Graph, program: Program) -> OperatorGraph:
 
 
 def _finished(grouping: Grouping) -> OperatorGraph:
-    """The operators, edges and weights of a grouping whose nodes are all given away."""
+    """The operators, edges and weights of a grouping in which every node has an operator."""
     groups, roles, tensors = grouping.groups, grouping.roles, grouping.graph.tensors
     edges: list[Edge] = []
     users: dict[int, list[tuple[int, Labels]]] = {}
@@ -85,7 +85,7 @@ def _state_bytes(grouping: Grouping) -> dict[tuple[int, ...], int]:
 
 
 def _saved(grouping: Grouping) -> dict[int, tuple[tuple[Labels, int], ...]]:
-    """For each operator what it makes in the forward pass and the backward pass reads, each value once."""
+    """For each operator, the values that it makes in the forward pass and that the backward pass reads, each once."""
     values = same_values(grouping.graph)
     read: dict[int, int] = {}
     for node in grouping.graph.nodes:
@@ -102,7 +102,9 @@ def _saved(grouping: Grouping) -> dict[int, tuple[tuple[Labels, int], ...]]:
 
 
 def _differentiated(operators: Sequence[Operator], edges: Sequence[Edge]) -> tuple[Edge, ...]:
-    """The edges with their gradients, which go back only between operators before and behind differentiated ones."""
+    """The edges with their gradients. Gradients go back only between operators that lie between differentiated ones, these
+    included.
+    """
     behind = [bool(o.works[BACKWARD]) for o in operators]
     before = list(behind)
     for e in edges:

@@ -1,8 +1,8 @@
-"""The bytes that each device holds under a strategy: one static sum, of all that a step holds at its fullest.
+"""The bytes that each device holds under a strategy: one static sum of everything that a step holds.
 
 - Weights: each shard that a device holds, once, with its gradient and the optimizer's state.
 - Arguments without gradients (data, weights that are not trained): each shard that a device reads, once.
-- Activations: for each part, what its operator makes in the forward pass and the backward pass reads.
+- Activations: for each part, the values that its operator makes in the forward pass and that the backward pass reads.
 - Tensors that a part receives from other devices.
 
 All of these are counted as if they lived through the whole step. Temporary buffers are not counted.
@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 
 
 class Memory:
-    """``bytes`` [n] that each device holds under a strategy, which may be that of the first operators alone."""
+    """``bytes`` [n] that each device holds under a strategy, which may cover only the first operators."""
 
     def __init__(self, problem: PlacementProblem, strategy: Sequence[Configuration]) -> None:
         self._problem = problem
@@ -120,7 +120,7 @@ def may_exceed(problem: PlacementProblem) -> bool:
 
 
 def check_memory(problem: PlacementProblem, strategies: Mapping[str, Strategy]) -> dict[str, Strategy]:
-    """Those of some strategies, by name, that fit in the memory of all devices.
+    """The strategies, by name, that fit in the memory of all devices.
 
     Raises:
         PlacementMemoryError: if none does, with the fullest device of each.
@@ -138,7 +138,7 @@ def check_memory(problem: PlacementProblem, strategies: Mapping[str, Strategy]) 
 
 @lru_cache(maxsize=1 << 16)
 def _activations(saved: tuple[tuple[Labels, int], ...], chosen: Configuration, count: int) -> Ints:
-    """[n]: the bytes of what the parts make for the backward pass."""
+    """[n]: the bytes of the values that the parts make for the backward pass."""
     part = 0
     for labels, nbytes in saved:
         part += nbytes // math.prod(chosen.degrees[n] for n in set(labels) if n >= 0)

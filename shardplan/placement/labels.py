@@ -41,7 +41,7 @@ def anchored(node: Node) -> Passed | None:
 
 
 def passed(node: Node, known: Sequence[Labels | None]) -> Passed | None:
-    """How an op passes on the labels ``known`` of its operands (None: made elsewhere); None where it breaks the cut of a loop."""
+    """How an op passes on the labels ``known`` of its operands (None: made elsewhere); None if it breaks the cut of a loop."""
     signature, description = node.signature, node.signature.description
     wanted = sorted({n for labels in known if labels for n in labels if n >= 0})
     if not wanted:

@@ -47,7 +47,7 @@ class ChainLimits:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What one chain found. ``simulated`` counts the proposals that were simulated: others exceed a bound at once.
+    """The result of one chain. ``simulated`` counts the proposals that were simulated: others exceed a bound at once.
 
     ``history`` has (proposals, seconds since the start, seconds of the best step) at each improvement. ``interrupted``: the user
     ended the chain.
@@ -77,7 +77,7 @@ class Related:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """What a proposal is drawn from: the present strategy, and the devices over which each operator is cut (None: any)."""
+    """The source of proposals: the present strategy, and the devices over which each operator is cut (None: any)."""
 
     problem: PlacementProblem
     strategy: Sequence[Configuration]
@@ -126,13 +126,13 @@ def _other(at: Present, i: int) -> Configuration:
 
 
 def related_of(problem: PlacementProblem) -> Related:
-    """What each operator of a step is related to."""
+    """The operators to which each operator of a step is related."""
     layers = {i: layer for layer in layers_of(problem.graph) for i in layer}
     return Related(neighbours_of(problem), tuple(layers[i] for i in range(len(layers))))
 
 
 def neighbours_of(problem: PlacementProblem) -> tuple[tuple[int, ...], ...]:
-    """For each operator those that it shares a tensor or a weight with."""
+    """For each operator, those with which it shares a tensor or a weight."""
     near: list[set[int]] = [set() for _ in problem.graph.operators]
     for e in problem.graph.edges:
         near[e.producer].add(e.consumer)

@@ -105,7 +105,7 @@ class Edge:
 class Weight:
     """An argument: the operators that read it, with the labels of its dims by their loops. The first one updates a trained one.
 
-    ``state_bytes`` are those of the optimizer's state for it.
+    ``state_bytes`` are the bytes of the optimizer's state for it.
     """
 
     path: str

@@ -86,7 +86,7 @@ class _Partial:
     """Configurations of the first operators, and what is certain of every strategy that begins with them, in ticks.
 
     ``ends`` are the earliest ends of their parts in the forward pass, ``backs`` the ticks from the start of their backward tasks
-    to the end of the step. ``load`` and ``links`` are the work of each device and connection, ``reduced`` that of reductions
+    to the end of the step. ``load`` and ``links`` are the work of each device and connection, ``reduced`` the work of reductions
     alone. ``turn`` is the earliest end of a backward task.
     """
 
@@ -175,7 +175,7 @@ class _Search:
         return int(self.costs.phases[i][n].sum())
 
     def _with(self, partial: _Partial, n: int) -> _Partial | None:
-        """What the candidate n of the next operator means; None if it does not fit in memory."""
+        """The state with the candidate n of the next operator; None if it does not fit in memory."""
         i = len(partial.numbers)
         numbers, costs, chosen = (*partial.numbers, n), self.costs, self.candidates[i][n]
         memory = self._memory(partial.memory, numbers)

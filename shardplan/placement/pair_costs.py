@@ -1,4 +1,4 @@
-"""What two configurations of neighbouring operators cost, memoised, and what is at least behind a configuration of one."""
+"""The cost of two configurations of neighbouring operators, memoised, and the least cost behind a configuration of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search of strategies needs: operators, devices and seconds. It holds no traced step: chains can run elsewhere."""
+"""The input of a search of strategies: operators, devices and seconds. It holds no traced step: chains can run elsewhere."""
 
 from __future__ import annotations
 

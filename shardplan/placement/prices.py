@@ -48,7 +48,7 @@ class PartPrices:
         return each * work.times + self._exchange(work.exchanged * share, np.prod(degrees[:, list(work.reduces)], axis=1))
 
     def _exchange(self, nbytes: Floats, parts: NDArray[np.int64]) -> Floats:
-        """Seconds in which neighbouring devices, a ring of so many, reduce a result of which each has a term."""
+        """The seconds in which a ring of so many neighbouring devices reduces a result of which each device has a term."""
         last = np.minimum(parts, self.machine.count) - 1
         ring = np.concatenate([[0.0], np.cumsum(np.diagonal(self.machine.latency_s, 1))])[last]
         slowest = np.concatenate([[np.inf], np.minimum.accumulate(np.diagonal(self.machine.bytes_per_s, 1))])[last]

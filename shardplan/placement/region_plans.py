@@ -117,6 +117,6 @@ def part_of(problem: PlacementProblem, operators: Sequence[int]) -> PlacementPro
 
 
 def _of_part(weight: Weight, at: Mapping[int, int]) -> Weight:
-    """An argument with those of its users that ``at`` numbers anew."""
+    """An argument with only the users that ``at`` renumbers."""
     own = [(at[u], labels) for u, labels in zip(weight.users, weight.labels, strict=True) if u in at]
     return replace(weight, users=tuple(u for u, _ in own), labels=tuple(labels for _, labels in own))

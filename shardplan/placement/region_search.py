@@ -37,8 +37,8 @@ from shardplan.placement.starts import data_parallel, data_parallel_on, expert
 
 TRIED, PROPOSED, MERGED, INSIDE = 0.2, 0.6, 0.7, 0.8
 """The fractions of the budget by which branches and stages are simulated, chains over all devices end, what they found is merged
-into regions, and regions have plans. The rest is for chains over whole candidates. Not measured: what ends early leaves its time
-to the next.
+into regions, and regions have plans. The rest is for chains over whole candidates. They were not measured: a phase that ends
+early leaves its time to the next.
 """
 
 

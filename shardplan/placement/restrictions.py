@@ -72,6 +72,6 @@ def layer_on_all(at: Present) -> dict[int, Configuration]:
 
 
 def _of_layers(layers: Sequence[Sequence[int]], start: Strategy) -> Strategy:
-    """Every operator with the configuration of the first of its layer."""
+    """Gives every operator the configuration of the first operator of its layer."""
     first = {i: layer[0] for layer in layers for i in layer}
     return tuple(start[first[i]] for i in range(len(start)))

@@ -44,7 +44,7 @@ class Roles:
         return tuple(0 if d == self.examples.batch[t] else -1 for d in range(len(self.graph.tensors[t].shape)))
 
     def enclosing(self, node: Node) -> object:
-        """What tells the loop or the branch around a node from others; None outside of them."""
+        """The key of the loop or the branch around a node; None outside of them."""
         program = self.program
         for depth, (number, body) in enumerate(node.where):
             op = next(op for op in program.ops if op.id == number)
@@ -78,7 +78,7 @@ def roles_of(graph: Graph, program: Program) -> Roles:
 
 
 def _phases(graph: Graph) -> tuple[int, ...]:
-    """The phase of each node: what depends on the backward pass without belonging to it is the update."""
+    """The phase of each node: a node that depends on the backward pass without belonging to it is part of the update."""
     after: set[int] = set()
     into: dict[int, list[int]] = {}
     for link in graph.links:

@@ -1,4 +1,4 @@
-"""The whole search: starts, chains, and the best strategy with what it is compared with."""
+"""The whole search: starts, chains, and the best strategy beside the strategies that it is compared with."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A device or connection runs one task at a time, in the order in which tasks are ready. So nothing that is ready before the first
 change is affected by it: the delta simulation replaces the tasks of the changed operators, keeps the timeline up to that instant
-and runs the rest again. Its timeline is that of a full simulation, to the tick.
+and runs the rest again. Its timeline equals that of a full simulation, to the tick.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class StrategyTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What undoes a change: the state of the pool, and the configurations. The times of the tasks that ran ``again`` are new."""
+    """The data that undo a change: the state of the pool, and the configurations. The times of the tasks that ran ``again`` are
+    new.
+    """
 
     mark: Mark
     before: Mapping[int, Configuration]
@@ -152,7 +154,7 @@ class Simulation:
         return groups, bundles
 
     def _first_release(self, changed: Collection[int], bundles: Sequence[int], top: int) -> int:
-        """The first instant at which a task that was kept releases one of the new arcs; 0 where a new task waits for nothing."""
+        """The first instant at which a kept task releases one of the new arcs; 0 if a new task waits for nothing."""
         pool = self.builder.pool
         edges = self.graph.edges
         if any(all(edges[k].consumer != i for k in self.structure.edges_of[i]) for i in changed):

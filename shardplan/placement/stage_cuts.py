@@ -19,8 +19,8 @@ Floats = NDArray[np.float64]
 def stage_cuts(work_s: Floats, received_s: Floats) -> tuple[int, ...]:
     """Where to cut units in a row into stages, none empty, so that the slowest takes least: the first unit of each stage.
 
-    ``work_s`` [stages, units] are the seconds of a unit in a stage, ``received_s`` [stages, units] those of what a stage
-    receives that begins with a unit. Of equal cuts, the later stages have more units.
+    ``work_s`` [stages, units] are the seconds of a unit in a stage, ``received_s`` [stages, units] the seconds of receiving in a
+    stage that begins with a unit. Among equal cuts, the one whose later stages have more units is taken.
 
     >>> stage_cuts(np.array([[1.0, 1, 1, 1, 4]] * 2), np.zeros((2, 5)))
     (0, 4)

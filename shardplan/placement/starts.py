@@ -77,7 +77,9 @@ def _layers_in_nodes(problem: PlacementProblem) -> Strategy:
 
 
 def _layers(graph: OperatorGraph) -> list[int]:
-    """The layer of each operator: that of its weights, which are in one folder of the state, else that of what it reads."""
+    """The layer of each operator: the layer of its weights, which are in one folder of the state; without weights, the layer of
+    the operator that it reads.
+    """
     common = posixpath.commonprefix([w.path.rpartition("/")[0] + "/" for w in graph.weights]).rfind("/")
     numbers: dict[str, int] = {}
     layer_of: dict[int, int] = {}
@@ -130,9 +132,9 @@ def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Str
 def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:
     """The cuts of a plan as configurations over all devices.
 
-    Operators have no parts that only add up, so where a plan cuts a reduction, samples or else another loop are cut instead, as
-    far as they divide. Nor do several devices do the same work: where a plan leaves an operator whole, either it is cut in the
-    same way, or one device does it and sends the others what they need; the faster of the two in simulation.
+    Operators cannot be cut into terms of a sum. If a plan cuts a reduction, samples or else another loop are cut instead, as far as
+    they divide. Several devices cannot do the same work either. If a plan leaves an operator whole, it is either cut in the same
+    way, or one device does it and sends the others what they need. The faster of these two strategies in simulation is returned.
     """
     at = coordinates(problem.machine.cluster, factors)
     operators = problem.graph.operators

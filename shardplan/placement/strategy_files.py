@@ -28,7 +28,7 @@ def fingerprint(graph: OperatorGraph) -> str:
 
 
 def strategy_json(problem: PlacementProblem, strategy: Strategy, seconds: float) -> dict[str, Any]:
-    """A strategy as JSON values: degrees and devices of each operator, and what the strategy is for."""
+    """A strategy as JSON values: degrees and devices of each operator, and the step and cluster that it is for."""
     cluster = problem.machine.cluster
     return {
         "format": FORMAT,
@@ -60,7 +60,7 @@ def read_strategy(text: str, problem: PlacementProblem, name: str) -> Strategy:
     """The strategy in the text of a file ``name``.
 
     Raises:
-        PlacementError: if the text is no strategy, or that of another step or cluster.
+        PlacementError: if the text is not a strategy, or is the strategy of another step or cluster.
     """
     try:
         values = json.loads(text)

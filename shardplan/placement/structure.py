@@ -47,7 +47,7 @@ class Structure:
     last_phases: Ints
 
     def edge_group(self, e: int) -> int:
-        """The group of a tensor's transfers; the next one has those of its gradient."""
+        """The group of a tensor's transfers; the next group has the transfers of its gradient."""
         return 3 * len(self.graph.operators) + 2 * e
 
     def weight_group(self, w: int) -> int:

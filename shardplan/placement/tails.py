@@ -1,4 +1,4 @@
-"""Lower bounds on what is still to come after a task, by which a simulation knows early that a step takes too long."""
+"""Lower bounds on the time after a task, with which a simulation knows early that a step takes too long."""
 
 from __future__ import annotations
 

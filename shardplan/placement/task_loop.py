@@ -33,7 +33,9 @@ class Readers(NamedTuple):
 
 
 class TaskTimes(NamedTuple):
-    """By task: when it was ready and ended, the same in the new timeline, and for how many others it waits there."""
+    """By task: when it was ready and when it ended, both also in the new timeline, and the number of tasks that it waits for
+    there.
+    """
 
     ready: Any
     end: Any
@@ -337,4 +339,4 @@ def tails(
 
 
 FUNCTIONS = (is_early, still, count_waits, enqueue, push, pop, end_tasks, happen, take, split, rerun, tails)
-"""What is compiled, each after those that it calls."""
+"""The functions that are compiled, each after those that it calls."""

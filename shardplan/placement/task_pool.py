@@ -16,7 +16,7 @@ NO_TASKS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What brings a pool back to an earlier state: its ends, and where the replaced groups and bundles were."""
+    """The data that bring a pool back to an earlier state: its ends, and where the replaced groups and bundles were."""
 
     tasks: int
     arcs: int

@@ -19,7 +19,8 @@ Ints = NDArray[np.int64]
 class SharedRegions:
     """Pairs of parts [m] that share a region, sorted by ``source``.
 
-    ``message`` [m] numbers those on two devices, which take ``ticks`` on ``link`` [messages]; -1: both parts are on one device.
+    ``message`` [m] numbers the messages between two devices, which take ``ticks`` on ``link`` [messages]; -1: both parts are on
+    one device.
     """
 
     source: Ints
@@ -30,7 +31,9 @@ class SharedRegions:
 
 
 def forward_transfers(edge: Edge, made: Configuration, read: Configuration, machine: DeviceTopology) -> SharedRegions:
-    """What each part of the consumer fetches. Of several copies it takes that on its own device, or else the nearest."""
+    """The regions that each part of the consumer fetches. If there are several copies, it takes the one on its own device, or
+    else the nearest.
+    """
     devices, targets = np.array(made.devices), np.array(read.devices)
     copies = copies_of(edge.produced, made.degrees)
     if copies.shape[1] == 1:

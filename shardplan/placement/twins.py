@@ -1,6 +1,6 @@
 """Gives each op of the backward pass, and of the update, to the operator of the forward pass that it belongs to.
 
-The gradient of a weight belongs to the operator that reads the weight. Of two gradients of a product, each reads the other
+The gradient of a weight belongs to the operator that reads the weight. Each of the two gradients of a product reads the other
 operand, so the forward product that reads the same tensor is the twin. Any other op reads a value that an op of its operator
 read at the same line of the step, or only passes a gradient on.
 """
@@ -96,7 +96,9 @@ class _Backward:
         return [r for s in node.inputs if s >= 0 and s not in self.roles.free for r in self._roots(s)]
 
     def _loop(self, node: Node) -> int:
-        """The operator of a loop of the backward pass: the last one that saved a value for it, at most that of its gradients."""
+        """The operator of a loop of the backward pass: the last one that saved a value for it, but none after the operator of
+        its gradients.
+        """
         key, graph = self.roles.enclosing(node), self.grouping.graph
         inside = {t for n in graph.nodes if self.roles.enclosing(n) == key for t in n.inputs}
         outside = [s for t in inside for s in self.sources.get(t, ())]

@@ -1,8 +1,8 @@
 """Frozen dataclasses as JSON values, written and read by their declared fields.
 
-A dataclass is an object with a key for each field, a tuple a list, a mapping an object, or a list of pairs where its keys are no
-strings. A type may have a form of its own. Values of *tabled* types are written once, as rows of a table, and elsewhere as their
-number in it.
+A dataclass is an object with a key for each field, a tuple is a list, and a mapping is an object, or a list of pairs if its keys
+are not strings. A type may have a form of its own. Values of *tabled* types are written once, as rows of a table, and elsewhere
+as their number in it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Reader:
         return kind(**{name: self.reads(hint)(given[name], f"{place}{dot}{name}") for name, hint in hints.items()})
 
     def reads(self, hint: Any) -> _Read:
-        """What reads the values of a declared type."""
+        """The function that reads the values of a declared type."""
         if hint not in self._readers:
             self._readers[hint] = self._of(hint)
         return self._readers[hint]
@@ -159,7 +159,7 @@ def _row(kind: type, rows: list[Any], number: Any, place: str) -> Any:
 
 
 def _either(readers: list[_Read], none: bool, value: Any, place: str) -> Any:
-    """A value of the first type that accepts it; an error is that of the last."""
+    """A value of the first type that accepts it; if none does, the error of the last."""
     if none and value is None:
         return None
     for read in readers[:-1]:

@@ -1,4 +1,4 @@
-"""A plan as plain data: what it is for, what was chosen, what that costs. It holds no program, no search and no device."""
+"""A plan as plain data: its purpose, its choices, and their costs. It holds no program, no search and no device."""
 
 from __future__ import annotations
 
@@ -77,25 +77,23 @@ class PlanData:
     seconds add up (`shardplan.cost.overlap`), ``weights`` at which weights the search ended, ``company`` how many bytes of each
     pool (`shardplan.cost.overlap.Window`) travel together in its prices (None: all that may). ``host_s`` are the seconds of
     copies from host memory and back.
-    ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``argument_names`` are those of the
+    ``memory_limit_origin`` says where ``memory_limit`` comes from, if not from the user. ``argument_names`` are the names of the
     step's arguments, with which the paths of their leaves begin; ``result_paths`` and ``result_layouts`` have an item for each
-    leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit;
-    ``unlimited_s`` is the price of that optimum in the search's tables, if it is known. ``stopped`` says what ended the
-    search early ("time budget", "interrupted"; else empty).
-    ``microbatches``: the program runs the batch in so many parts.
-    ``limited``: a baseline or an objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the
-    backward pass. ``idle_axes`` explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while
-    loops that are priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say
-    what each factor is for, ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave.
-    ``placements_tried`` is what ``placement="auto"`` looked at, this plan among it.
-    ``backend`` runs the plan by default, and ``backend_reason`` says how. ``constants`` are the numbers that decided it
-    (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s`` are measured.
+    leaf of the step's result. ``exact``: the search found the optimum of its mesh without a memory limit; ``unlimited_s`` is the
+    price of that optimum in the search's tables, if it is known. ``stopped`` says what ended the search early ("time budget",
+    "interrupted"; else empty). ``microbatches``: the program runs the batch in so many parts. ``limited``: a baseline or an
+    objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
+    explains each axis over which nothing is cut. ``unknown_trips`` has the source lines of while loops that are priced as one
+    iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say what each factor is for,
+    ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave. ``placements_tried`` is
+    what ``placement="auto"`` looked at, this plan among it. ``backend`` runs the plan by default, and ``backend_reason`` says
+    how. ``constants`` are the numbers that decided it (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s``
+    are measured.
 
-    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is that of the traced step,
-    without its numbers, ``marks`` are those of its ops (`shardplan.plans.fingerprint`). ``bound_s`` is a lower bound on
-    ``searched_s``.
-    ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a text for each path
-    and, under ``""``, one for the whole plan.
+    The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is the fingerprint of the traced step,
+    without its numbers; ``marks`` are the marks of its ops (`shardplan.plans.fingerprint`). ``bound_s`` is a lower bound on
+    ``searched_s``. ``left_out`` names the baselines that this step does not have, each with the reason. ``explanations`` has a
+    text for each path and, under ``""``, one for the whole plan.
     """
 
     name: str
@@ -152,7 +150,7 @@ class PlanData:
 
     @property
     def replaced(self) -> bool:
-        """Whether a baseline, which as scheduled is faster, took the place of what the search found."""
+        """Whether a baseline took the place of the search's solution, because it is faster as scheduled."""
         return self.limited and self.objective == "time" and not self.fixed_axes
 
     @property

@@ -71,7 +71,7 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     A link is followed. Nothing remains of a write that fails.
 
     Raises:
-        PlanFileError: if the file cannot be written, or if ``path`` is anything but a file: a folder, a device, a pipe.
+        PlanFileError: if the file cannot be written, or if ``path`` is not a file but a folder, a device or a pipe.
     """
     check_writable(path)
     target = Path(os.path.realpath(path))
@@ -96,7 +96,7 @@ def check_writable(path: Path) -> None:
     """Refuses a path that `write_whole` could not write.
 
     Raises:
-        PlanFileError: if its folder does not exist or may not be written, or if it is anything but a file.
+        PlanFileError: if its folder does not exist or may not be written, or if it is not a file.
     """
     target = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -160,7 +160,7 @@ def parse(name: str, text: str | bytes) -> AnyData:
 
 
 def _reads_cluster(name: str) -> Callable[[Any, str], Cluster]:
-    """What reads the cluster in the file ``name``."""
+    """The function that reads the cluster in the file ``name``."""
 
     def cluster(text: Any, place: str) -> Cluster:
         return Cluster.from_toml(plain(str, text, place), source=f"{name}: {place}")
@@ -216,7 +216,7 @@ _ROUNDING = 1e-6
 def _check(data: PlanData, cluster_fingerprint: Any) -> None:
     """Refuses fields that contradict each other.
 
-    A step takes no less time than its parts do at once, and no more than they do one after the other.
+    A step takes at least the time of its parts at once, and at most their time one after the other.
     """
     _check_cluster(data.cluster, cluster_fingerprint)
     if len(data.purposes) != len(data.factors) or not all(data.purposes):
@@ -243,7 +243,7 @@ def _check_cluster(cluster: Cluster, fingerprint: Any) -> None:
 
 
 def _check_groups(data: PlacedData) -> None:
-    """Refuses groups that are no parts of the cluster, or that do not exist, and arguments that no group holds."""
+    """Refuses groups that are not parts of the cluster, or that do not exist, and arguments that no group holds."""
     count = len(data.groups)
     if not count or len(data.devices) != count:
         raise ValueError(f"devices has {len(data.devices)} groups, groups has {count}")

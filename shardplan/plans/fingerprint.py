@@ -19,9 +19,9 @@ from shardplan.plans.canonical import Tokens, array_token, context
 def fingerprint(traced: Traced, *, numbers: bool = True) -> str:
     """A hash of everything in the program that changes its results; it is the same in every process.
 
-    That is: ops with their parameters, shapes, dtypes and wiring; the arrays that it closes over; and the argument paths. Without
-    ``numbers``, it is the hash of what changes a plan: single floats, such as a learning rate, are left out, except for those
-    that ops treat in a way of their own (`_OWN_WAY`).
+    The hash covers ops with their parameters, shapes, dtypes and wiring; the arrays that it closes over; and the argument paths.
+    Without ``numbers``, it covers only what changes a plan: single floats, such as a learning rate, are left out, except for
+    those that ops treat in a way of their own (`_OWN_WAY`).
     """
     hasher = hashlib.blake2b(digest_size=16)
     for line in _lines(traced.program, Tokens(), numbers):
@@ -30,8 +30,8 @@ def fingerprint(traced: Traced, *, numbers: bool = True) -> str:
 
 
 def marks(traced: Traced, *, numbers: bool = False) -> tuple[str, ...]:
-    """A mark for each op, those of bodies behind their op: its primitive and a hash of what of it changes a plan, or with
-    ``numbers`` its results.
+    """A mark for each op, with the ops of bodies behind their op: its primitive, and a hash of all its properties that change a
+    plan, or, with ``numbers``, its results.
     """
     return tuple(mark for mark, _ in _marked(traced.program, Tokens(), numbers))
 
@@ -133,11 +133,13 @@ def _scalar(constant: Constant, numbers: bool) -> str:
 
 
 _OWN_WAY = frozenset({0.0, 1.0, -1.0, math.inf, -math.inf})
-"""A zero is no term of a sum, a product with one is none, and reductions begin with these."""
+"""Numbers that change how an op is planned: adding zero or multiplying by one changes nothing, and reductions start from these
+numbers.
+"""
 
 
 def _but_number(token: str, value: Any) -> str:
-    """The token of a value, in which all single floats are one, but for those of `_OWN_WAY`."""
+    """The token of a value; all single floats have the same token, except for those of `_OWN_WAY`."""
     plain = isinstance(value, float) or (getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, np.floating))
     return f"{type(value).__name__} {getattr(value, 'dtype', '')}" if plain and _is_plain(float(value)) else token
 

@@ -111,7 +111,7 @@ class _Fit:
         self.need(use.stored == stored, f"the plan stores the results of op {node.op.id} ({node.op.primitive}) in two layouts")
 
     def late(self, node: Node) -> Late:
-        """The op's operands without a layout, and those of them that one term of a sum alone could contain."""
+        """The op's operands without a layout, and the ones among them that only one term of a sum could contain."""
         free = {i for i, t in enumerate(node.inputs) if t < 0 or t in self.roles.free}
         zero = {i for i in free if node.inputs[i] in self.roles.zero}
         zero |= {i for i in free if isinstance(c := node.op.inputs[i], Constant) and not c.value}

@@ -1,8 +1,8 @@
-"""The layouts of a plan on another cluster: a plan there as they are, and where a search for that cluster begins.
+"""The layouts of a plan on another cluster: they are a plan there, and a search for that cluster begins from them.
 
-The levels of both clusters are matched from the fastest one up. Where a level has another size, its major factor takes it.
-Factors of levels that are gone leave every layout. Layouts that do not divide what they then split, or do not fit in memory, are
-no plan.
+The levels of both clusters are matched from the fastest one up. If a level has another size, its major factor changes. Factors
+of levels that are gone leave every layout. Layouts are not a plan if they do not divide the dims that they then split, or do not
+fit in memory.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def matched(cluster: Cluster, of: Sequence[Factor], other: Cluster) -> Matched |
 def inherited(
     data: PlanData, program: Program, cluster: Cluster, wanted: Wanted, fresh: Made | None, *, search_again: bool = False
 ) -> list[Made]:
-    """Plans with the layouts of another plan of this program on a cluster, and with what a search from them finds, under the
-    conditions ``wanted``; none where they do not match, fit in memory or keep to the pins. ``fresh`` is what was planned anew.
-    Over two factors or fewer, its search has found the best wherever it began: only ``search_again`` searches there.
+    """Plans with the layouts of another plan of this program on a cluster, and with the layouts that a search from them finds,
+    under the conditions ``wanted``; none if they do not match, fit in memory or keep to the pins. ``fresh`` is the plan that was
+    made anew. Over two factors or fewer, its search has found the best from any start: a search from these layouts runs there
+    only with ``search_again``.
     """
     over = matched(data.cluster, data.factors, cluster)
     if over is None or (wanted.axes and over.of != tuple(range(len(data.factors)))):
@@ -141,7 +142,7 @@ def _rated(
 
 
 def _searched(problem: Problem, domains: Sequence[Domain], wanted: Wanted, start: Solution) -> Outcome:
-    """What a search from these layouts finds."""
+    """The result of a search from these layouts."""
     return search(
         problem,
         limit=wanted.memory,

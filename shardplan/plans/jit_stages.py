@@ -38,7 +38,8 @@ class Trees:
 
 
 class Stage:
-    """A stage of `jax.stages` for flat leaves, shown with the step's trees. All other attributes are those of JAX's stage.
+    """A stage of `jax.stages` for flat leaves, shown with the step's trees. All other attributes are the attributes of JAX's
+    stage.
 
     ``run(flat, *args, **named)`` calls a compiled function of flat leaves with the step's arguments (`Runner`).
     """
@@ -89,7 +90,7 @@ class LoweredStep(Stage):
     """A planned step, lowered."""
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CompiledStep:
-        """The step compiled, with the options of `Plan.jit` and these, which win."""
+        """The step compiled with the options of `Plan.jit` and these; these take precedence."""
         return CompiledStep(compiled(self._flat.compile, compiler_options=compiler_options), self._trees, self._run)
 
 

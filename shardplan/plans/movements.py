@@ -1,8 +1,8 @@
 """How the arrays of a state move from the layouts of one plan to those of another, and what that sends.
 
-Where both plans number the same devices alike, an array moves by the cheapest program of collectives between its two layouts
+If both plans number the same devices alike, an array moves by the cheapest program of collectives between its two layouts
 (`shardplan.collectives.reshard`), over factors in which both can be written. Otherwise each device gets the pieces of its block
-from devices that hold them: from itself where it can, else from a device of the new plan, else from any.
+from devices that hold them: from itself if it can, else from a device of the new plan, else from any device.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class Resharding:
-    """What a state sends on its way from one plan to another: predicted bytes and seconds, one array after the other."""
+    """The traffic of a state on its way from one plan to another: predicted bytes and seconds, one array after the other."""
 
     movements: tuple[Movement, ...]
 
@@ -124,7 +124,9 @@ class Resharding:
 
 
 def movements(leaves: Iterable[Leaf], clusters: Sequence[tuple[Cluster, Sequence[int]]]) -> Resharding:
-    """How each array moves. ``clusters`` are those of both plans, the new one first, each with the numbers of its devices."""
+    """How each array moves. ``clusters`` are the clusters of both plans, the new one first, each with the numbers of its
+    devices.
+    """
     joined = _joined(clusters)
 
     @cache
@@ -150,8 +152,8 @@ MOST_FACTORS = 4
 
 
 def common_factors(before: Side, after: Side) -> tuple[Factor, ...] | None:
-    """The fewest factors of the new cluster that the factors of both sides are made of; None where the sides have other devices,
-    or other numbers for them, where a side has stages, and where there are no such factors or too many.
+    """The fewest factors of the new cluster that the factors of both sides are made of; None if the sides have other devices, or
+    other numbers for them, if a side has stages, or if there are no such factors or too many.
     """
     if before.devices != after.devices or before.stages > 1 or after.stages > 1:
         return None

@@ -1,4 +1,4 @@
-"""A plan with groups of devices as plain data: the plan of each group, who runs each op, and the order of what runs."""
+"""A plan with groups of devices as plain data: the plan of each group, the group of each op, and the order of the tasks."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class PlacedData:
 
 
 def conditions(data: PlanData | PlacedData) -> PlanData:
-    """The data that say what a plan was asked for: those of the first group stand for all."""
+    """The data with the conditions of a plan: the data of the first group stand for all."""
     return data.groups[0] if isinstance(data, PlacedData) else data
 
 
 def group_choices(plans: Sequence[PlanData]) -> tuple[GroupChoices, ...]:
-    """What the plans of groups chose."""
+    """The choices of the plans of groups."""
     known: dict[tuple[str, tuple[Factor, ...]], Programs] = {}
     found: list[GroupChoices] = []
     for p in plans:
@@ -107,7 +107,7 @@ def group_choices(plans: Sequence[PlanData]) -> tuple[GroupChoices, ...]:
 
 
 def issued_rows(graph: PlacedTaskGraph, dispatch: Dispatch) -> tuple[IssuedRow, ...]:
-    """What a dispatch issues, by number."""
+    """The tasks and transfers that a dispatch issues, by number."""
     numbers = {id(what): n for own in (graph.tasks, graph.transfers) for n, what in enumerate(own)}
     return tuple(
         IssuedRow("task" if isinstance(i.what, Task) else "transfer", numbers[id(i.what)], i.start_s, i.end_s)

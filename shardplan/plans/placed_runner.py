@@ -36,7 +36,7 @@ class LoweredPrograms:
         return "\n".join(f"// {p.name} on devices {', '.join(map(str, p.devices))}\n{p.stage.as_text()}" for p in self.programs)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> CompiledPrograms:
-        """The programs compiled, with the options of `PlacedPlan.jit` and these, which win."""
+        """The programs compiled with the options of `PlacedPlan.jit` and these; these take precedence."""
         stages = [compiled(p.stage.compile, compiler_options=compiler_options) for p in self.programs]
         done = (replace(p, stage=stage) for p, stage in zip(self.programs, stages, strict=True))
         return CompiledPrograms(tuple(done), self.run)

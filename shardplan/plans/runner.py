@@ -188,7 +188,7 @@ class Flat:
             ShardplanError: for a program that JAX cannot export, and where the package flatbuffers is not installed.
         """
         try:
-            # without compiler options, which are no part of what is exported
+            # without compiler options, which are not part of an export
             return bytes(jax.export.export(self._inside, platforms=platform and [platform])(*leaves).serialize())
         except ImportError as error:
             raise ShardplanError("JAX needs flatbuffers to export a step: pip install 'shardplan[export]'") from error
@@ -261,7 +261,7 @@ class Runner:
         return [self.trace(*args, **named)]
 
     def lower(self, *args: Any, **named: Any) -> LoweredStep:
-        """The step lowered for these arguments (arrays or shapes): what ``.compile()`` returns is called like the step."""
+        """The step lowered for these arguments (arrays or shapes); the result of its ``.compile()`` is called like the step."""
         return self.trace(*args, **named).lower()
 
     def eval_shape(self, *args: Any, **named: Any) -> Any:
@@ -291,7 +291,7 @@ class Runner:
         return self._flat.cache_size()
 
     def _result_tree(self, tree: Any) -> Any:
-        """The tree of the results for arguments whose static parts are other objects than at planning but act the same."""
+        """The tree of the results for arguments whose static parts are not the objects of planning, but act the same."""
         count = tree.num_leaves
         check_tree(tree, self._traced, self._step)
         retraced = trace_step(self._step, jax.tree.unflatten(tree, self._traced.in_shapes[:count]), self._donated)

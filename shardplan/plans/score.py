@@ -41,7 +41,8 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSharding:
-    """What XLA's partitioner makes of the step with these shardings of its arguments, compiled for simulated devices.
+    """The program that XLA's partitioner makes of the step with these shardings of its arguments, compiled for simulated
+    devices.
 
     ``communication_bytes`` and ``raw_communication_bytes`` are on the wire of a device in a step, without and with what the CPU
     compiler adds. ``collectives`` has predicted and measured bytes by kind. ``added`` are the collectives that were not

@@ -32,8 +32,8 @@ def decided(session: Session, run: Scheduled | None, searched_s: float, axes: Se
     """The fields of `PlanData` that follow from the solution of a session, which has this least price in the search's tables.
     ``axes`` are the purposes that the user has fixed for the factors, if any.
 
-    Where the explicit backend runs it (``run``), its collectives are those of its schedule, in which equal ones are one and
-    blocks are padded; else those that the search priced.
+    Where the explicit backend runs it (``run``), its collectives are those of its schedule, which makes equal ones once and pads
+    blocks; otherwise those that the search priced.
     """
     problem, solution, decisions = session.problem, session.solution, session.decisions
     graph = problem.graph
@@ -71,7 +71,7 @@ def collectives_of(
     """Every collective of one step, in the order of the program, with the names of its tensors (`value_names`); those without one
     are numbered (``value 83``), or are what ``unnamed`` says.
 
-    They are those of the schedule (``run``), or, without one, those that the search priced.
+    They are the collectives of the schedule (``run``), or, without one, those that the search priced.
     """
     graph, decisions, factors = session.graph, session.decisions, session.problem.factors
     names = value_names(graph, session.program.output_paths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..mesh.machine import Machine
 
 WHOLE = ("all_gather", "all_reduce", "collective_permute")
-"""The collectives whose result has about as many bytes as pass over the link; that of a reduce-scatter is smaller."""
+"""The collectives whose result has about as many bytes as pass over the link; the result of a reduce-scatter is smaller."""
 
 
 def xla_flags(cluster: Machine) -> dict[str, int]:
@@ -13,8 +13,8 @@ def xla_flags(cluster: Machine) -> dict[str, int]:
 
     - A plan reduces each gradient as soon as it is ready. XLA's GPU compiler merges collectives of one kind and the same groups,
       up to 30 MiB; the merged collective waits for the last operand. The flags merge only those too small to fill a link of the
-      level that is filled last. A reduce-scatter's threshold is for groups of that level's size: XLA adds up results, so those of
-      larger groups are merged up to as many times more.
+      level that is filled last. A reduce-scatter's threshold is for groups of that level's size: XLA adds up results, so
+      reduce-scatters over larger groups are merged up to as many times more.
     - A plan uses the links of all levels at once. XLA runs one collective at a time; the flag allows two for each level: one that
       runs, and one that is queued for the same link.
     """

@@ -97,8 +97,8 @@ def assigned(program: Program, groups: tuple[Group, ...], of: Mapping[int, int])
 
 
 def on_devices(program: Program, devices: Mapping[int, Group]) -> Assignment:
-    """The assignment of ops to devices, by op id. An op without devices runs where its first reader does, else where its first
-    operand is made, else where the first op of the step is.
+    """The assignment of ops to devices, by op id. An op without devices runs where its first reader runs; without a reader,
+    where its first operand is made; without operands, where the first op of the step runs.
 
     Raises:
         PlacementError: as `assigned`, or if no op has devices.

@@ -21,7 +21,7 @@ def peak_bytes(graph: PlacedTaskGraph, dispatch: Dispatch) -> int:
 
 def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
     """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also of what a
-    program needs while it runs. The caller holds the arguments to the end, but for those whose buffers results take.
+    program needs while it runs. The caller holds the arguments to the end, except for those whose buffers results take.
     """
     return _most_held(graph, dispatch, group, reused(graph, dispatch), inside=inside)
 
@@ -29,8 +29,8 @@ def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside:
 def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, int]]:
     """By piece: the positions of the arguments whose buffers its results take, with the positions of these results.
 
-    Nothing reads such an argument after any task of the piece, and both have equal blocks on a device. Not reused are arguments
-    of the step that are not donated, and what is sent to a device that has it already, where it may share its buffer.
+    Nothing reads such an argument after any task of the piece, and both have equal blocks on a device. Arguments of the step
+    that are not donated are not reused, nor are values sent to a device that has them already: they may share a buffer there.
     """
     groups = [frozenset(g.devices) for g in graph.groups]
     kept = {key for _, key in graph.inputs if key[0] not in graph.donated}
@@ -47,7 +47,7 @@ def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, in
 
 
 def _pairs(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[int, int]:
-    """The arguments, of those that may be reused, whose blocks are equal to those of results."""
+    """The arguments that may be reused and whose blocks are equal to blocks of results."""
     piece = graph.pieces[number]
     free: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for n, t in reversed(list(enumerate(piece.makes))):
@@ -60,7 +60,7 @@ def _pairs(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[in
 
 
 def _block(graph: PlacedTaskGraph, group: int, tensor: int) -> tuple[tuple[int, ...], str]:
-    """(shape, dtype) of what a device of a group has of a tensor."""
+    """(shape, dtype) of the block of a tensor on a device of a group."""
     own, over = graph.tensors[tensor], graph.groups[group]
     layout = over.layouts.get(tensor)
     if layout is None:

@@ -1,4 +1,6 @@
-"""A step whose ops have their groups, with or without a loop over microbatches: the program of each group, and what runs."""
+"""A step whose ops have their groups, with or without a loop over microbatches: the program of each group, and the tasks that
+run.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def donated_tensors(program: Program, leaves: Collection[int], layers: LayerPart
 
 
 def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str], donated: frozenset[int]) -> PlacedTaskGraph:
-    """What runs, with the choices of the groups' plans; ``donated`` as in `PlacedTaskGraph`."""
+    """The tasks that run, with the choices of the groups' plans; ``donated`` as in `PlacedTaskGraph`."""
     match cut:
         case StepSplit():
             return placed_graph(cut, choices, replicate, donated)
@@ -84,7 +86,7 @@ def in_order(graph: PlacedTaskGraph, issues: Sequence[Issue]) -> Dispatch:
     """The dispatch of these issues.
 
     Raises:
-        PlacementError: if a task or a transfer is missing or comes twice, or runs before what it reads is there.
+        PlacementError: if a task or a transfer is missing or comes twice, or runs before its operands are there.
     """
     if sorted(id(i.what) for i in issues) != sorted(map(id, (*graph.tasks, *graph.transfers))):
         raise PlacementError(f"the order does not have each of {len(graph.tasks)} runs and {len(graph.transfers)} transfers once")

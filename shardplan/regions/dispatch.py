@@ -1,11 +1,11 @@
 """The order in which the tasks of a placed step and the transfers between groups are issued, and when each of them runs.
 
-Tasks wait for what they read and for the devices of their group. Of those that can start first, the one with the longest way to
-the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
+Tasks wait for their operands and for the devices of their group. Among the tasks that can start first, the one with the longest
+way to the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
 
 A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. So a pipeline is scheduled
 many times: with limits on the microbatches that a stage has in flight, and in the orders of the literature. The fastest schedule
-that fits in memory is taken; of several that are as fast, the one that holds least.
+that fits in memory is taken; among equally fast ones, the one that holds least.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from shardplan.regions.tasks import PlacedTaskGraph
 
 
 def dispatched(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float = math.inf) -> Dispatch:
-    """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; else those that hold least."""
+    """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; if none fit, those that hold
+    least.
+    """
     waiting = waiting_tasks(graph, machine)
     best: tuple[tuple[bool, float, int], Dispatch] | None = None
     for start in (waiting, *restricted(graph, waiting)):

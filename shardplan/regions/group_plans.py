@@ -22,8 +22,8 @@ from shardplan.search.inference import anytime
 
 @dataclass(frozen=True, slots=True)
 class GroupPlanner:
-    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` gives the
-    array of which a tensor is a part: its parts have one layout, in all groups.
+    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` maps a
+    tensor to the array that it is a part of: all parts of an array have one layout, in all groups.
     """
 
     groups: Sequence[Group]
@@ -94,7 +94,7 @@ class GroupPlanner:
         return sum(flop for flop, _ in work_of(self.searcher.flat(self.parts[group].program)))
 
     def _refusal(self, refused: Sequence[MemoryLimitError], most: MemoryLimitError) -> MemoryLimitError:
-        """The error for all groups; ``most`` is that of the group that decides."""
+        """The error for all groups; ``most`` is the error of the group that decides."""
         unfinished = any(error.unfinished for error in refused)
         return MemoryLimitError(
             most.limit_bytes, most.smallest_bytes, detail=most.detail, unfinished=unfinished, grouped=True, origin=self.origin

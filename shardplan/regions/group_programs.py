@@ -76,7 +76,7 @@ class StepSplit:
 
     @cached_property
     def results(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each output of the step, the group and the tensor that it is in the end; None for a literal."""
+        """For each output of the step, the group that has it in the end, and its tensor; None for a literal."""
         program, at = self.assignment.program, self.assignment.at
         sent = {(t.tensor, t.target) for t in self.transfers}
         found: list[tuple[int, int] | None] = []
@@ -104,7 +104,7 @@ class StepSplit:
 
     @cached_property
     def group_parts(self) -> tuple[GroupProgram, ...]:
-        """The program of each group. What leaves a segment is a result of it, and so has the layout of a result."""
+        """The program of each group. A value that leaves a segment is a result of it, and has the layout of a result."""
         return tuple(map(self._group_part, range(len(self.assignment.groups))))
 
     @cached_property

@@ -22,7 +22,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What is issued, in order."""
+    """The tasks and transfers that are issued, in order."""
 
     issues: tuple[Issue, ...]
 

@@ -44,7 +44,7 @@ class LayerParts:
 
 
 def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The entries of the PartitionSpec of an array, given those of its parts in each stage.
+    """The entries of the PartitionSpec of an array, given the entries of its parts in each stage.
 
     >>> whole_entries((None, "gpu")), whole_entries((("node", "gpu"),)), whole_entries(())
     (('stage', 'gpu'), (('stage', 'node', 'gpu'),), ('stage',))

@@ -68,8 +68,8 @@ class _Names:
 
 
 class _Group:
-    """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks, but for those
-    that are ``shared``: they are tensors of the step, in the same layouts there.
+    """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks, except for
+    ``shared`` ones: these are tensors of the step, in the same layouts there.
     """
 
     def __init__(self, split: LoopSplit, group: int, own: GroupChoices, replicate: tuple[str, ...]) -> None:
@@ -160,13 +160,15 @@ class _Group:
         )
 
     def _ends(self, reads: Sequence[int], makes: Sequence[int]) -> Ends:
-        """The layouts in which values of the body enter and leave a piece, where they are not those of the plan."""
+        """The layouts in which values of the body enter and leave a piece, if they differ from the plan's."""
         number, layouts = self.names.inner, self.inner_own.layouts()
         ins, outs = ({number[t]: self.inner[t] for t in own if self.inner[t] != layouts[number[t]]} for own in (reads, makes))
         return Ends(ins, outs)
 
     def _enter(self, pieces: list[Piece], tasks: list[Task]) -> None:
-        """What the loop reads whole, what its accumulators start from, and the microbatches that are cut out of stacks."""
+        """The values that enter the loop: those that it reads whole, the starts of its accumulators, and the microbatches cut
+        out of stacks.
+        """
         split, offset = self.split, self.offset
         values = self._starts()
         starts = set(values)
@@ -205,7 +207,7 @@ class _Group:
         return min(s.chunk for s, b in pairs if s.group == self.group and t in b.reads)
 
     def _starts(self) -> dict[int, Constant]:
-        """What enters the loop as one value everywhere: a literal, or the zeros that an accumulator starts from."""
+        """The inputs of the loop that have one value everywhere: a literal, or the zeros from which an accumulator starts."""
         graph = flatten(self.part.program, replicate=self.replicate)
         roles, numbers = mark(graph), graph.bodies[()]
         found: dict[int, Constant] = {}
@@ -259,7 +261,9 @@ class _Group:
                 tasks.append(Task(number, k, read, made))
 
     def _leave(self, pieces: list[Piece], tasks: list[Task]) -> None:
-        """What the loop leaves: its accumulators in the layouts outside, and stacks of what it makes in each microbatch."""
+        """The results of the loop: its accumulators in the layouts outside, and stacks of the values that it makes in each
+        microbatch.
+        """
         split, offset = self.split, self.offset
         carried = list(self.carries)
         outer = [split.loop.outputs[split.carry_inputs.index(t)] for t in carried]

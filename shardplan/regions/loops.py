@@ -1,9 +1,9 @@
 """A step in microbatches on groups of devices: the ops before, in and after its loop, each on its group.
 
-The loop over microbatches is taken apart: each group has the part of its body that it runs, and what other groups need of one
-microbatch is sent when it is made. To be planned, the part of a group is a loop again, whose slices are what it receives, and
-whose stacks are what it makes for others: so weights are gathered and gradients reduced once where that pays. A stack is as long
-as the microbatches of its value that the group holds at once.
+The loop over microbatches is taken apart: each group has the part of its body that it runs, and sends the values of one
+microbatch that other groups need as soon as they are made. To be planned, the part of a group is a loop again, whose slices are
+the values that it receives, and whose stacks the values that it makes for others: so weights are gathered and gradients reduced
+once where that pays. A stack is as long as the microbatches of its value that the group holds at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoopSplit:
 
     @property
     def carries(self) -> int:
-        """The number of carries: what is added up, and what is the same in all microbatches."""
+        """The number of carries: values that are added up, and values that are the same in all microbatches."""
         return int(self.loop.params["num_carry"])
 
     @property
@@ -83,7 +83,7 @@ class LoopSplit:
 
     @cached_property
     def inside(self) -> StepSplit:
-        """The body cut into segments. What enters the loop whole, or slice by slice, is in each group that reads it."""
+        """The body cut into segments. A value that enters the loop whole, or slice by slice, is in each group that reads it."""
         body = self.body
         makers = {t: self.chunks[self.inner[op.id]] for op in body.ops if op.id in self.inner for t in op.outputs}
         held = {t: makers.get(o, 0) if isinstance(o, int) else 0 for t, o in zip(self.carry_inputs, body.outputs, strict=False)}
@@ -101,10 +101,10 @@ class LoopSplit:
 
     @cached_property
     def kinds(self) -> tuple[PassKind, ...]:
-        """What each segment of the body computes.
+        """The kind of pass that each segment of the body computes.
 
         A segment is "forward" until something comes from a later chunk, then "backward" if another chunk waits for it, and
-        "weight" when the chunk before has what it waits for. In the first chunk all of the backward pass is "both".
+        "weight" when the chunk before has what it waits for. In the first chunk, all of the backward pass is "both".
         """
         inside = self.inside
         maker = inside.assignment.made_in
@@ -311,7 +311,7 @@ class LoopSplit:
     def _held_at_once(self, t: int, group: int) -> int:
         """The most microbatches of a value of the body that a group holds at once.
 
-        As many as are in flight, if a later pass reads the value; and one more, if it is received.
+        They are as many as are in flight, if a later pass reads the value, and one more if the value is received.
         """
         if self.in_flight is None:
             return self.count

@@ -1,4 +1,4 @@
-"""What a backend needs of each segment: its program with the choices of its group's plan."""
+"""The input of a backend for each segment: its program with the choices of its group's plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardplan.simulate.simulated_step import peak_bytes
 
 @dataclass(frozen=True)
 class GroupChoices:
-    """What was chosen for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut.
+    """The choices for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut.
 
     ``programs`` are the collectives of reshardings there. Groups that are alike share them.
     """
@@ -49,8 +49,8 @@ def segment_piece(
     layouts: Ends | None = None,
     replicate: Sequence[str] = (),
 ) -> Piece:
-    """A segment as a piece. ``ends`` are the tensors of the step that its program's inputs and outputs are, ``layouts`` those in
-    which they come and are left.
+    """A segment as a piece. ``ends`` are the tensors of the step that its program's inputs and outputs are, ``layouts`` the
+    layouts in which they come and are left.
     """
     graph = flatten(program, replicate=replicate)
     planned = planned_program(

@@ -4,7 +4,7 @@ The *level* of an op counts the transfers between groups on the longest way to i
 op that no other group waits for moves to the level of its first reader, so that its result is not held for long. Where a group
 runs several chunks of layers, each is cut as if it were a group of its own. A segment is cut once more: first the ops that other
 groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the backward pass of zero-bubble
-schedules, Qi et al. 2023, section 2). What only adds up values that the first part has made belongs to it, so that they are not
+schedules, Qi et al. 2023, section 2). Ops that only add up values of the first part belong to it, so that these values are not
 held until the rest runs.
 """
 
@@ -95,8 +95,8 @@ def _awaited(assignment: Assignment, ops: list[Op], levels: dict[int, int]) -> f
 def _added_at_once(
     assignment: Assignment, ops: list[Op], levels: dict[int, int], totals: Collection[int], products: Collection[int]
 ) -> frozenset[int]:
-    """Of the ops that nobody waits for, those that bring values to ``totals`` without a product or a loop, and need none of the
-    others of their segment.
+    """The ops, among those that no other group waits for, that bring values to ``totals`` without a product or a loop, and that
+    need none of the remaining ops of their segment.
     """
     rest: dict[int, tuple[int, int]] = {}  # by tensor of the others, its segment
     light: list[Op] = []

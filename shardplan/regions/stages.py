@@ -1,9 +1,9 @@
-"""The stages of a pipeline: for each op of a step in microbatches the group that runs it.
+"""The stages of a pipeline: the group that runs each op of a step in microbatches.
 
 The forward pass of one microbatch is cut into chunks, in the order of the step, where few bytes cross and chunks take about as
 long. Each group runs one chunk, or several of them (the virtual stages of Narayanan et al. 2021, section 2.2). An op of the
-backward pass belongs to the chunk of the weight or saved value that it reads, and no later than the gradients that it reads; the
-optimizer's ops to the group whose gradients they read.
+backward pass belongs to the chunk of the weight or saved value that it reads, and to no later chunk than the gradients that it
+reads. The optimizer's ops belong to the group whose gradients they read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def stages_of(program: Program, loop: Op, chunks: Sequence[int], device: Device,
 
 
 def _seconds(graph: Graph, device: Device) -> dict[int, float]:
-    """Seconds of each op of a program on one device, by id: of an op with bodies, those of its bodies."""
+    """The seconds of each op of a program on one device, by id; an op with bodies has the seconds of its bodies."""
     found: dict[int, float] = {}
     for node in graph.nodes:
         op = node.where[0][0] if node.where else node.op.id
@@ -101,8 +101,8 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
 
 
 def _own_chunk(op: Op, latest: int, groups: int) -> int:
-    """The chunk of an op that runs for one part of the layers: its own for a loop, else the last chunk up to ``latest`` of the
-    group that holds the part. Any other op is in the latest chunk.
+    """The chunk of an op that runs for one part of the layers: a loop has its own chunk; another such op has the last chunk up
+    to ``latest`` of the group that holds the part. Any other op is in the latest chunk.
     """
     if (part := part_in(op.scope)) is None:
         return latest

@@ -1,4 +1,4 @@
-"""What a placed step runs: pieces (programs of one group), tasks (a piece, once or for each microbatch) and transfers."""
+"""The parts of a placed step: pieces (programs of one group), tasks (a piece, once or for each microbatch) and transfers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Piece:
 
     "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
     ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it runs.
-    ``kind`` is what a piece of a pipeline computes of a microbatch ("forward" also where it cuts it out), for which ``chunk`` of
-    layers.
+    ``kind`` is the pass of a microbatch that a piece of a pipeline computes ("forward" also for cutting the microbatch out),
+    ``chunk`` the chunk of layers for which it does.
     """
 
     name: str

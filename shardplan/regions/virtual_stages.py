@@ -33,7 +33,9 @@ def two_chunks(graph: PlacedTaskGraph, dispatch: Dispatch, machine: DeviceTopolo
 
 
 def _seconds(chunks: Sequence[Chunk]) -> tuple[Seconds, ...]:
-    """The seconds of each chunk. The last one runs its forward and backward pass as one task, which the others' share divides."""
+    """The seconds of each chunk. The last one runs its forward and backward pass as one task, whose seconds are divided as those
+    of the others are.
+    """
     *others, last = (chunk.seconds for chunk in chunks)
     forward, backward = sum(s.forward for s in others), sum(s.backward for s in others)
     share = forward / (forward + backward) if forward + backward else 1.0

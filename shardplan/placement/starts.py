@@ -132,9 +132,9 @@ def random_strategy(problem: PlacementProblem, draw: np.random.Generator) -> Str
 def from_plan(problem: PlacementProblem, choices: Choices, factors: Sequence[Factor]) -> Strategy:
     """The cuts of a plan as configurations over all devices.
 
-    Operators cannot be cut into terms of a sum. If a plan cuts a reduction, samples or else another loop are cut instead, as far as
-    they divide. Several devices cannot do the same work either. If a plan leaves an operator whole, it is either cut in the same
-    way, or one device does it and sends the others what they need. The faster of these two strategies in simulation is returned.
+    Operators cannot be cut into terms of a sum. If a plan cuts a reduction, samples or else another loop are cut instead, as far
+    as they divide. Several devices cannot do the same work either. If a plan leaves an operator whole, it is either cut in the
+    same way, or one device does it and sends the others what they need. The faster of these two in simulation is returned.
     """
     at = coordinates(problem.machine.cluster, factors)
     operators = problem.graph.operators

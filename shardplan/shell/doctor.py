@@ -27,6 +27,7 @@ NEEDED: Mapping[str, str] = {
     "numpy": "tables and layouts",
     "networkx": "graphs of operators and of links",
     "scipy": "integer programs, fits",
+    "pyyaml": "rules of other programs, as MaxText's",
 }
 """The packages that shardplan cannot do without, each with what it is for."""
 

@@ -29,7 +29,7 @@ from shardplan.errors import ShardplanError
 from shardplan.ir import Constant, Layout
 from shardplan.regions.buffers import reused
 from shardplan.regions.placed import PlacedStep
-from shardplan.regions.tasks import GroupMesh, Key, Piece, Task, Transfer
+from shardplan.regions.tasks import GroupMesh, Key, Piece, Result, Task, Transfer
 from shardplan.schedule import PlannedProgram, Schedule
 
 Shardings = Callable[[int, int], NamedSharding]
@@ -53,7 +53,7 @@ class RegionsEmitter:
         if layers is not None:
             weak = [w for w, own in zip(weak, layers.outputs, strict=True) for _ in own]
         self._literals = tuple(_literal(o, w) for o, w in zip(outputs, weak, strict=True))
-        self._weak = {at[1][0] for at, w in zip(self._graph.results, weak, strict=True) if w and at is not None}
+        self._weak = {at.key[0] for at, w in zip(self._graph.results, weak, strict=True) if w and at is not None}
         self._reused = reused(placed.graph, placed.dispatch)
         self.programs = tuple(self._jitted(n, piece, meshes[piece.group], jit) for n, piece in enumerate(self._graph.pieces))
         self._processes = [frozenset(d.process_index for d in mesh.devices.flat) for mesh in meshes]
@@ -99,7 +99,7 @@ class RegionsEmitter:
             for at in issue.last:
                 held.pop(at, None)
         rows = enumerate(zip(graph.results, self._literals, strict=True))
-        results = [x if at is None else self._result(n, held, at) for n, (at, x) in rows]
+        results = [x if own is None else self._result(n, held, own) for n, (own, x) in rows]
         if layers is None:
             return results
         return [
@@ -143,24 +143,28 @@ class RegionsEmitter:
 
     def _of_repeated(self, jit: Callable[..., Any]) -> dict[int, Any]:
         """The programs that copy a value for the second and later results that it is, by the number of the result: each result
-        has a buffer of its own, as under `jax.jit`, so that all of them can be donated to the next step.
+        has a buffer of its own, as under `jax.jit`, so that all of them can be donated to the next step. They also move it where
+        it lies in another way than the result.
         """
+        lies = {(m.target, m.key): m.like for m in self._graph.transfers}
         found: dict[int, Any] = {}
         seen: set[tuple[int, Key]] = set()
-        for n, at in enumerate(self._graph.results):
-            if at in seen:
-                own = self._sharding(at[0], at[1][0])
-                found[n] = jit(jnp.copy, in_shardings=[own], out_shardings=own)
-            elif at is not None:
-                seen.add(at)
+        for n, own in enumerate(self._graph.results):
+            if own is None:
+                continue
+            at = own.group, own.key
+            here, there = self._sharding(own.group, lies.get(at, own.key[0])), self._sharding(own.group, own.like)
+            if at in seen or not here.is_equivalent_to(there, len(self._graph.tensors[own.like].shape)):
+                found[n] = jit(jnp.copy, in_shardings=[here], out_shardings=there)
+            seen.add(at)
         return found
 
-    def _result(self, number: int, held: Mapping[tuple[int, Key], Any], at: tuple[int, Key]) -> Any:
+    def _result(self, number: int, held: Mapping[tuple[int, Key], Any], own: Result) -> Any:
         """A result of the step, without blocks where another process has it."""
-        if at in held:
-            copies = self._copies.get(number)
-            return held[at] if copies is None else in_turn(self._launches[at[0]], copies, held[at])
-        return _jax.absent_array(self._typed(at[0], at[1][0]), self._sharding(at[0], at[1][0]))
+        if (own.group, own.key) in held:
+            x, copies = held[own.group, own.key], self._copies.get(number)
+            return x if copies is None else in_turn(self._launches[own.group], copies, x)
+        return _jax.absent_array(self._typed(own.group, own.key[0]), self._sharding(own.group, own.like))
 
     def using(self, programs: Sequence[Callable[..., Any]]) -> RegionsEmitter:
         """The same step with these functions in place of the programs that this process runs."""
@@ -278,7 +282,7 @@ def argument_shardings(placed: PlacedStep, sharding: Shardings) -> list[NamedSha
 
 def result_shardings(placed: PlacedStep, sharding: Shardings) -> list[NamedSharding | None]:
     """The sharding of each leaf of the results; None for a constant of the step."""
-    own = [None if at is None else sharding(at[0], at[1][0]) for at in placed.graph.results]
+    own = [None if at is None else sharding(at.group, at.like) for at in placed.graph.results]
     if placed.layers is None:
         return own
     found: list[NamedSharding | None] = []

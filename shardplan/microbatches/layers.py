@@ -9,7 +9,6 @@ parts. Any other op gets the whole value. Arguments that no op needs whole becom
 # pyright: basic
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -98,9 +97,19 @@ def _long_loops(program: Program, batch: Sequence[int], count: int) -> list[int]
     """The lengths of loops of the forward pass that divide into ``count`` stages, and that one stage cannot have whole: it would
     hold more elements than its share, by over `CONSTANTS.whole_loop`.
     """
-    elements = _loop_elements(program, batch, itertools.takewhile(lambda op: not op.backward, program.ops))
+    late: set[int] = set()
+    forward = [op for op in program.ops if not _is_late(op, late)]
+    elements = _loop_elements(program, batch, forward)
     much = CONSTANTS.whole_loop * elements.total()
     return [n for n, own in elements.items() if n > 1 and n % count == 0 and own * (count - 1) > much]
+
+
+def _is_late(op: Op, late: set[int]) -> bool:
+    """Whether an op is of the backward pass or depends on it. ``late`` are the results of such ops, to which it adds its own."""
+    found = op.backward or not late.isdisjoint(op.tensors)
+    if found:
+        late.update(op.outputs)
+    return found
 
 
 def _loop_elements(program: Program, batch: Sequence[int], ops: Iterable[Op]) -> Counter[int]:
@@ -144,7 +153,7 @@ class _InParts:
     def __init__(self, program: Program, signatures: Mapping[int, Signature], count: int, split: frozenset[int]) -> None:
         self.program, self.signatures, self.count, self.split = program, signatures, count, split
         self.needed_whole: set[int] = set()
-        self.loops, self._after_forward = 0, False
+        self.loops = 0
         self._loop_of: dict[int, int] = {}  # the last loop of the forward pass that takes slices of an argument
         self._inputs, self._outputs = (
             _numbered([count if i in split else 1 for i in range(len(program.inputs))]),
@@ -192,15 +201,15 @@ class _InParts:
     def __call__(self, *flat: Any) -> list[Any]:
         """The flat results in parts."""
         values: dict[int, Any] = dict(self.program.constants)
-        self.loops, self._after_forward = 0, False
+        self.loops, late = 0, set[int]()
         for i, (t, own) in enumerate(zip(self.program.inputs, self._inputs, strict=True)):
             xs = tuple(flat[n] for n in own)
             values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
         for op in self.program.ops:
             operands = [operand_of(values, x) for x in op.inputs]
-            self._after_forward |= op.backward
+            forward = not _is_late(op, late)
             with _jax.traced_at(op.handle, op.scope):
-                values.update(zip(op.outputs, self._results(op, operands), strict=True))
+                values.update(zip(op.outputs, self._results(op, operands, forward), strict=True))
         found: list[Any] = []
         for output, i in zip(self.program.outputs, self.program.feedback, strict=True):
             x = operand_of(values, output)
@@ -220,10 +229,10 @@ class _InParts:
         self.needed_whole |= x.made_from
         return _joined(x)
 
-    def _results(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+    def _results(self, op: Op, operands: Sequence[Any], forward: bool) -> Sequence[Any]:
         if any(isinstance(x, _Parts) for x in operands):
             if op.control == "scan" and self._takes_parts(op, operands):
-                return self._scan(op, operands)
+                return self._scan(op, operands, forward)
             if (found := self._by_part(op, operands)) is not None:
                 return found
         return whole_op(op, [self._whole(x) for x in operands])
@@ -234,26 +243,26 @@ class _InParts:
         stacked = operands[int(op.params["num_consts"]) + int(op.params["num_carry"]) :]
         return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
-    def _number(self, stacked: Sequence[Any]) -> int:
+    def _number(self, stacked: Sequence[Any], forward: bool) -> int:
         """The number of a loop over layers of the forward pass. A loop of the backward pass, or of an optimizer after it, has
         the number of the last loop that made its operands, or that reads the same arguments.
         """
         parts = [x for x in stacked if isinstance(x, _Parts) and x.dim == 0]
         arguments = frozenset[int]().union(*(x.made_from for x in parts))
-        if self._after_forward and self.loops:
+        if not forward and self.loops:
             loops = frozenset[int]().union(*(x.loops for x in parts)) or {self._loop_of.get(i, 0) for i in arguments} or {0}
             return max(loops)
         self.loops += 1
         self._loop_of.update(dict.fromkeys(arguments, self.loops - 1))
         return self.loops - 1
 
-    def _scan(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+    def _scan(self, op: Op, operands: Sequence[Any], forward: bool) -> Sequence[Any]:
         """A loop over layers, part by part."""
         consts, carries = int(op.params["num_consts"]), int(op.params["num_carry"])
         fixed = [self._whole(x) for x in operands[:consts]]
         state = [self._whole(x) for x in operands[consts : consts + carries]]
         stacks = [self._parts(x) for x in operands[consts + carries :]]
-        loop = self._number(operands[consts + carries :])
+        loop = self._number(operands[consts + carries :], forward)
         order = range(self.count)[::-1] if op.params["reverse"] else range(self.count)
         made: dict[int, Sequence[Any]] = {}
         for n in order:

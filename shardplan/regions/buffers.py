@@ -35,18 +35,16 @@ def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, in
     groups = [frozenset(g.devices) for g in graph.groups]
     kept = {key for _, key in graph.inputs if key[0] not in graph.donated}
     kept |= {m.key for m in graph.transfers if not groups[m.source].isdisjoint(groups[m.target])}
-    over: dict[int, set[int]] = {}  # by piece, the positions that may be reused
+    free: dict[int, set[int]] = {}  # by piece, the positions that may be reused
     for issue in dispatch.issues:
         if isinstance(task := issue.what, Task):
             group, last = graph.pieces[task.piece].group, frozenset(issue.last)
-            among = over.get(task.piece, range(len(task.reads)))
-            over[task.piece] = {
-                n for n in among if (group, task.reads[n]) in last and task.reads[n] not in kept
-            }  # fmt: skip
-    return {piece: _pairs(graph, piece, sorted(own)) for piece, own in over.items() if own}
+            among = free.get(task.piece, range(len(task.reads)))
+            free[task.piece] = {n for n in among if (group, task.reads[n]) in last and task.reads[n] not in kept}
+    return {piece: _taken(graph, piece, sorted(own)) for piece, own in free.items() if own}
 
 
-def _pairs(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[int, int]:
+def _taken(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[int, int]:
     """The arguments that may be reused and whose blocks are equal to blocks of results."""
     piece = graph.pieces[number]
     free: dict[tuple[tuple[int, ...], str], list[int]] = {}
@@ -61,11 +59,11 @@ def _pairs(graph: PlacedTaskGraph, number: int, arguments: list[int]) -> dict[in
 
 def _block(graph: PlacedTaskGraph, group: int, tensor: int) -> tuple[tuple[int, ...], str]:
     """(shape, dtype) of the block of a tensor on a device of a group."""
-    own, over = graph.tensors[tensor], graph.groups[group]
-    layout = over.layouts.get(tensor)
+    own, mesh = graph.tensors[tensor], graph.groups[group]
+    layout = mesh.layouts.get(tensor)
     if layout is None:
         return own.shape, own.dtype
-    shape = (n // math.prod(over.factors[f].size for f in dim) for n, dim in zip(own.shape, layout.dims, strict=True))
+    shape = (n // math.prod(mesh.factors[f].size for f in dim) for n, dim in zip(own.shape, layout.dims, strict=True))
     return (*(1,) * len(layout.partial), *shape), own.dtype
 
 
@@ -77,26 +75,27 @@ def _most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, taken: di
     works, leaving = 0, list[Key]()  # of the task that runs
     for issue in dispatch.issues:
         made: tuple[Key, ...] = ()
-        over = [key for g, key in issue.last if g == group and key not in arguments]
+        like: int | None = None
+        ended = [key for g, key in issue.last if g == group and key not in arguments]
         replaced: dict[Key, Key] = {}
         match issue.what:
             case Task() as task if graph.pieces[task.piece].group == group:
                 total -= sum(held.pop(key, 0) for key in leaving)
-                works, leaving, made = graph.pieces[task.piece].inside_bytes, over, task.makes
+                works, leaving, made = graph.pieces[task.piece].inside_bytes, ended, task.makes
                 replaced = {task.makes[n]: task.reads[i] for i, n in taken.get(task.piece, {}).items()}
-            case Transfer(key, _, target, _) if target == group:
-                made = (key,)
+            case Transfer(key, _, target, own) if target == group:
+                made, like = (key,), own
             case _:
                 pass
         for key in made:
             if key not in held:
-                held[key] = _local_bytes(graph, group, key[0])
+                held[key] = _local_bytes(graph, group, key[0] if like is None else like)
                 total += held[key]
             if key in replaced:
                 total -= held.pop(replaced[key], 0)
         most = max(most, total + (works if inside else 0))
         if isinstance(issue.what, Transfer):
-            total -= sum(held.pop(key, 0) for key in over)
+            total -= sum(held.pop(key, 0) for key in ended)
     return most
 
 

@@ -30,9 +30,10 @@ def cut_of(
     inner: Mapping[int, int] | None,
     chunks: tuple[int, ...] = (),
     layers: LayerParts | None = None,
+    replicate: Sequence[str] = (),
 ) -> Cut:
     """The step whose ops run on these groups; ``inner`` has the chunks of the body of its loop over microbatches, if it has one,
-    and ``chunks`` the group of each. ``layers`` as in `PlacedStep`.
+    and ``chunks`` the group of each. ``layers`` as in `PlacedStep`; ``replicate`` are primitives that may run whole.
 
     Raises:
         PlacementError: for an op without a group.
@@ -46,7 +47,7 @@ def cut_of(
             if op.id not in of and op.id not in free and op is not loop:
                 raise PlacementError(f"there is no group for {op.primitive} at {op.source}")
     homes = {} if layers is None else {program.inputs[part]: stage for part, stage in layers.homes.items()}
-    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, homes=homes)
+    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, homes=homes, replicate=tuple(replicate))
 
 
 def group_parts(cut: Cut) -> tuple[GroupProgram, ...]:
@@ -72,7 +73,7 @@ def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str]
         case StepSplit():
             return placed_graph(cut, choices, replicate, donated)
         case LoopSplit():
-            return looped_graph(cut, choices, replicate, donated)
+            return looped_graph(cut, choices, donated)
         case _:
             assert_never(cut)
 

@@ -63,7 +63,7 @@ class GroupPlanner:
         refused: list[MemoryLimitError] = []
         tried: list[Made] = []
         order = sorted(range(len(self.groups)), key=lambda n: -self._flops(n))
-        for n in filter(self._has_parts, order):
+        for n in order:
             try:
                 lead = self._plan(n, self.searcher.wanted, cut_short=_interrupted(tried))
             except MemoryLimitError:
@@ -85,10 +85,6 @@ class GroupPlanner:
             return tuple(made)
         raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
 
-    def _has_parts(self, group: int) -> bool:
-        """Whether parts of arrays lie in a group."""
-        return any(t in self.arrays for t in self.parts[group].inputs)
-
     def _flops(self, group: int) -> float:
         """The floating-point operations of a group's products."""
         return sum(flop for flop, _ in work_of(self.searcher.flat(self.parts[group].program)))
@@ -101,9 +97,7 @@ class GroupPlanner:
         )
 
     def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout], *, cut_short: bool) -> Made:
-        """The plan of a group over these factors with these layouts of its arrays; its own plan if it has none of them."""
-        if not self._has_parts(group):
-            return self._plan(group, self.searcher.wanted, cut_short=cut_short)
+        """The plan of a group over these factors with these layouts of its arrays."""
         part, names = self.parts[group], [f.name for f in factors]
         pins = {
             glob.escape(path): layouts[self.arrays[t]].entries(names)

@@ -75,16 +75,19 @@ class StepSplit:
         return tuple(found.values())
 
     @cached_property
-    def results(self) -> tuple[tuple[int, int] | None, ...]:
-        """For each output of the step, the group that has it in the end, and its tensor; None for a literal."""
-        program, at = self.assignment.program, self.assignment.at
-        sent = {(t.tensor, t.target) for t in self.transfers}
-        found: list[tuple[int, int] | None] = []
+    def results(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """For each output of the step, (the group that has it in the end, its tensor, the tensor that it lies like there); None
+        for a literal.
+        """
+        program, at, home = self.assignment.program, self.assignment.at, self.assignment.home
+        found: list[tuple[int, int, int] | None] = []
         for t, i in zip(program.outputs, program.feedback, strict=True):
-            home = (self.segments[0].group if self.segments else 0) if not isinstance(t, int) or t not in at else at[t]
-            if i is not None and isinstance(t, int) and (t, self.assignment.home[program.inputs[i]]) in sent:
-                home = self.assignment.home[program.inputs[i]]
-            found.append((home, t) if isinstance(t, int) else None)
+            if not isinstance(t, int):
+                found.append(None)
+            elif t not in at:
+                found.append((self.segments[0].group if self.segments else 0, t, t))
+            else:
+                found.append((at[t], t, t) if i is None else (home[program.inputs[i]], t, program.inputs[i]))
         return tuple(found)
 
     @cached_property
@@ -134,7 +137,8 @@ class StepSplit:
         made = {t: f"{op.primitive} at {op.source}" for op in program.ops for t in op.outputs}
         handed_on = {t: f"handed on: {text}" for t, text in made.items()}
         paths = dict(zip(program.inputs, program.input_paths, strict=True))
-        results = {t: n for n, t in enumerate(program.outputs) if isinstance(t, int)}
+        returned = sorted(enumerate(program.outputs), key=lambda row: program.feedback[row[0]] is not None)
+        results = {t: n for n, t in returned if isinstance(t, int)}  # the next value of an input, where it is one
         place = {t: n for n, t in enumerate(inputs)}
         replaced = {t: program.inputs[i] for t, n in results.items() if (i := program.feedback[n]) is not None}
         return GroupProgram(

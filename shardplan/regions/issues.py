@@ -39,7 +39,7 @@ class Dispatch:
 
 def with_last(graph: PlacedTaskGraph, issues: Sequence[Issue]) -> tuple[Issue, ...]:
     """The issues, each with the values that nothing reads after it."""
-    seen = {r for r in graph.results if r is not None}
+    seen = {(r.group, r.key) for r in graph.results if r is not None}
     found: list[Issue] = []
     for issue in reversed(issues):
         match issue.what:

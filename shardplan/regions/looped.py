@@ -11,16 +11,14 @@ from shardplan.ir import Constant, Layout, Program, Tensor
 from shardplan.regions.group_programs import StepSplit
 from shardplan.regions.loops import LoopSplit
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
-from shardplan.regions.tasks import WHOLE, GroupMesh, Key, Piece, PlacedTaskGraph, Task, Transfer
+from shardplan.regions.tasks import WHOLE, GroupMesh, Key, Piece, PlacedTaskGraph, Result, Task, Transfer
 from shardplan.schedule import Ends
 from shardplan.search.coarsening.tensor_roles import mark
 
 
-def looped_graph(
-    split: LoopSplit, groups: Sequence[GroupChoices], replicate: Sequence[str], donated: frozenset[int]
-) -> PlacedTaskGraph:
+def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], donated: frozenset[int]) -> PlacedTaskGraph:
     """The pieces of a step in microbatches with the choices of their groups, and its tasks."""
-    builders = [_Group(split, g, own, tuple(replicate)) for g, own in enumerate(groups)]
+    builders = [_Group(split, g, own) for g, own in enumerate(groups)]
     pieces: list[Piece] = []
     tasks: list[Task] = []
     for b in builders:
@@ -32,7 +30,7 @@ def looped_graph(
         tasks=tuple(tasks),
         transfers=tuple(_transfers(split)),
         inputs=tuple((split.held[t], (t, WHOLE)) for t in split.program.inputs),
-        results=tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.after.results),
+        results=tuple(None if at is None else Result(at[0], (at[1], WHOLE), at[2]) for at in split.after.results),
         donated=donated,
     )
 
@@ -72,8 +70,8 @@ class _Group:
     ``shared`` ones: these are tensors of the step, in the same layouts there.
     """
 
-    def __init__(self, split: LoopSplit, group: int, own: GroupChoices, replicate: tuple[str, ...]) -> None:
-        self.split, self.group, self.own, self.replicate = split, group, own, replicate
+    def __init__(self, split: LoopSplit, group: int, own: GroupChoices) -> None:
+        self.split, self.group, self.own, self.replicate = split, group, own, split.replicate
         self.offset = len(split.program.tensors)
         self.part, self.body = split.group_program(group)
         self.names = _Names(*({t: n for n, t in enumerate(p.tensors)} for p in (self.part, self.body)))
@@ -256,7 +254,7 @@ class _Group:
             number = len(pieces)
             pieces.append(replace(piece, kind=self.split.kinds[n], chunk=segment.chunk))
             for k in range(self.split.count):
-                read = tuple((name, WHOLE if t in whole else k) for name, t in zip(names[0], reads, strict=True))
+                read = tuple((own, WHOLE if t in whole else k) for own, t in zip(names[0], reads, strict=True))
                 made = tuple((offset + nexts[t], k + 1) if t in nexts else (offset + t, k) for t in makes)
                 tasks.append(Task(number, k, read, made))
 

@@ -31,6 +31,7 @@ class LoopSplit:
     ``outer`` is the group of each op outside of the loop, by op id, ``inner`` the chunk of layers of each op in its body, and
     ``chunks`` the group that runs each chunk. The programs that groups plan count ``in_flight`` [chunks] microbatches between
     their forward and backward passes (None: all). ``homes`` are the groups that hold arguments, by tensor, where they are given.
+    ``replicate`` are primitives that may run whole.
     """
 
     program: Program
@@ -41,6 +42,7 @@ class LoopSplit:
     chunks: tuple[int, ...]
     in_flight: tuple[int, ...] | None = None
     homes: Mapping[int, int] = field(default_factory=dict[int, int])
+    replicate: tuple[str, ...] = ()
 
     @property
     def body(self) -> Program:
@@ -96,7 +98,7 @@ class LoopSplit:
         of = {i: self.chunks[c] for i, c in chunk.items()}
         assignment = Assignment(program, self.groups, of, held, everywhere, chunk)
         totals = [o for o in body.outputs[: self.carries] if isinstance(o, int)]
-        products = {n.op.id for n in flatten(program).nodes if not n.where and n.signature.multiplies}
+        products = {n.op.id for n in flatten(program, replicate=self.replicate).nodes if not n.where and n.signature.multiplies}
         return StepSplit(assignment, segments_of(assignment, totals, products))
 
     @cached_property

@@ -10,7 +10,7 @@ from shardplan.regions.group_programs import StepSplit
 from shardplan.regions.issues import Dispatch
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.segment_plans import GroupChoices, segment_piece
-from shardplan.regions.tasks import WHOLE, GroupMesh, PlacedTaskGraph, Task, Transfer
+from shardplan.regions.tasks import WHOLE, GroupMesh, PlacedTaskGraph, Result, Task, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,5 @@ def placed_graph(
     )
     transfers = tuple(Transfer((m.tensor, WHOLE), m.source, m.target, m.like) for m in split.transfers)
     inputs = tuple((assignment.home[t], (t, WHOLE)) for t in program.inputs)
-    results = tuple(None if at is None else (at[0], (at[1], WHOLE)) for at in split.results)
+    results = tuple(None if at is None else Result(at[0], (at[1], WHOLE), at[2]) for at in split.results)
     return PlacedTaskGraph(program.tensors, meshes, pieces, tasks, transfers, inputs, results, donated)

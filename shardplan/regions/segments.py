@@ -35,7 +35,9 @@ def segments_of(assignment: Assignment, totals: Collection[int] = (), products: 
     ops = [op for op in assignment.program.ops if op.id in assignment.of]
     levels = _sunk(assignment, ops, _earliest(assignment, ops))
     awaited = _awaited(assignment, ops, levels)
-    awaited |= _added_at_once(assignment, [op for op in ops if op.id not in awaited], levels, totals, products)
+    cut = {(levels[i], assignment.chunk_of[i]) for i in awaited}  # segments of two parts
+    rest = [op for op in ops if op.id not in awaited and (levels[op.id], assignment.chunk_of[op.id]) in cut]
+    awaited |= _added_at_once(assignment, rest, levels, totals, products)
     members: dict[tuple[int, int, bool], list[int]] = {}
     for op in ops:
         members.setdefault((levels[op.id], assignment.chunk_of[op.id], op.id not in awaited), []).append(op.id)

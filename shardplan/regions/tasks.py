@@ -82,9 +82,18 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """A result of the step: the group that has it in the end, its value, and the tensor that it lies like there."""
+
+    group: int
+    key: Key
+    like: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedTaskGraph:
-    """All that a placed step does. ``tensors`` are by number; ``inputs`` and ``results`` say in which group each argument is held
-    and each result is left (None: a literal). ``donated`` are the tensors of the step's arguments that it may reuse.
+    """All that a placed step does. ``tensors`` are by number; ``inputs`` says in which group each argument is held. A result that
+    is None is a literal. ``donated`` are the tensors of the step's arguments that it may reuse.
     """
 
     tensors: tuple[Tensor, ...]
@@ -93,5 +102,5 @@ class PlacedTaskGraph:
     tasks: tuple[Task, ...]
     transfers: tuple[Transfer, ...]
     inputs: tuple[tuple[int, Key], ...]
-    results: tuple[tuple[int, Key] | None, ...]
+    results: tuple[Result | None, ...]
     donated: frozenset[int]

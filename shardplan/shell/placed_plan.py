@@ -368,7 +368,7 @@ class PlacedPlan(PlannedStep):
     def out_specs(self) -> Any:
         """A pytree of PartitionSpec like the step's result, over the mesh axes of the group that makes each leaf."""
         made = self.placed.graph.results
-        specs = self._joined([PartitionSpec() if at is None else self._spec(at[0], at[1][0]) for at in made], "outputs")
+        specs = self._joined([PartitionSpec() if at is None else self._spec(at.group, at.like) for at in made], "outputs")
         return bare(jax.tree.unflatten(self.traced.out_tree, specs), tuple(self.specs_by_path.values()))
 
     def _joined(self, specs: Sequence[PartitionSpec], ends: Literal["inputs", "outputs"]) -> list[PartitionSpec]:

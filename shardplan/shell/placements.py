@@ -141,7 +141,9 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     program, loop = staged.program, loop_of(staged.program)
     where = stages_of(program, loop, chunks, asked.searcher.cluster.device, asked.searcher.replicate)
     homes = {} if staged.layers is None else {program.inputs[part]: stage for part, stage in staged.layers.homes.items()}
-    cut = LoopSplit(program, loop, tuple(groups), where.outer, where.inner, chunks, homes=homes)
+    cut = LoopSplit(
+        program, loop, tuple(groups), where.outer, where.inner, chunks, homes=homes, replicate=tuple(asked.searcher.replicate)
+    )
     each = len(chunks) // len(groups)
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import shardplan
 from shardplan.errors import PlacementError
@@ -172,6 +174,45 @@ def test_stages_hold_layers_of_an_encoder_and_of_a_decoder(encoder: int, decoder
     assert [homes[f"decoder/query[{n}:{n + half}]"] for n in (0, half)] == [0, 1]
     found = verify(plan, step, args)
     assert found.passed, found
+
+
+def two_models(w: Tree, x: jax.Array) -> Any:
+    """Two models are trained, one after the other: the second's loop runs after the backward pass of the first."""
+    made = {name: jax.value_and_grad(loss)(w[name], x) for name in ("first", "second")}
+    return {name: descended(w[name], gradients) for name, (_, gradients) in made.items()}, [value for value, _ in made.values()]
+
+
+def distilled(w: Tree, x: jax.Array) -> Any:
+    """The second model learns what the first one, which is trained too, makes of the batch."""
+    first, gradients = jax.value_and_grad(loss)(w["first"], x)
+    wanted = hidden(w["first"]["blocks"], x)
+    second, others = jax.value_and_grad(lambda v: jnp.mean((hidden(v["blocks"], x) - wanted) ** 2))(w["second"])
+    return {"first": descended(w["first"], gradients), "second": descended(w["second"], others)}, (first, second)
+
+
+@pytest.mark.parametrize(("step", "chunks"), [(two_models, (0, 1, 0, 1)), (distilled, (0, 1, 0, 1, 0, 1))])
+def test_a_loop_that_depends_on_no_gradient_is_a_chunk_after_a_backward_pass_too(step: Any, chunks: tuple[int, ...]) -> None:
+    args = {"first": weights(), "second": weights()}, jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    plan: Any = shardplan.plan(step, *args, cluster="4", microbatches=2, axes={"stage": 2})
+    assert plan.chunks == chunks
+    assert verify(plan, step, args).passed
+
+
+def test_an_opaque_kernel_in_layers_may_run_whole_in_stages() -> None:
+    kernel = Primitive("layer_kernel")
+    kernel.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(kernel, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+
+    def step(w: Tree, x: jax.Array) -> Any:
+        def layer(x: jax.Array, own: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ own + kernel.bind(jax.lax.stop_gradient(own[0]))), None
+
+        value, gradient = jax.value_and_grad(lambda up: jnp.mean(jax.lax.scan(layer, x, up)[0] ** 2))(w["up"])
+        return {"up": w["up"] - 0.1 * gradient}, value
+
+    args = {"up": weights()["blocks"]["up"]}, jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    plan = shardplan.plan(step, *args, cluster="4", microbatches=2, axes={"stage": 2}, replicate=["layer_kernel"])
+    assert verify(plan, step, args).passed
 
 
 def test_a_loop_over_layers_in_the_optimizer_is_no_chunk() -> None:

@@ -39,7 +39,6 @@ def test_an_interrupt_is_told_where_layouts_are_made_alike(
         return _made(end)
 
     monkeypatch.setattr(GroupPlanner, "_flops", lambda _, group: group)
-    monkeypatch.setattr(GroupPlanner, "_has_parts", lambda *_: True)
     monkeypatch.setattr(GroupPlanner, "_plan", plan)
     monkeypatch.setattr(GroupPlanner, "_pinned", plan)
     monkeypatch.setattr(GroupPlanner, "_array_layouts", lambda _, group, __: ((), ((group, None),)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
@@ -105,6 +106,24 @@ def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> 
         if len(segment.ops) > 5:
             own.setdefault(segment.group, []).append(segment.awaited)
     assert own == {0: [True, False], 1: [True, True, False], 2: [True, True, False], 3: [True, False]}
+
+
+def test_a_pass_that_no_other_stage_waits_for_is_one_program() -> None:
+    """It adds up the gradients of a weight, which are a product, and of a bias, which are not."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = x
+            for w, b in params:
+                hidden = jnp.tanh(hidden @ w + b)
+            return jnp.mean(hidden**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    args = [(jnp.eye(16), jnp.ones(16))] * 4, jnp.ones((32, 16))
+    graph = pipeline(step, args, "4x2", 8, stage=4).placed.graph
+    assert Counter(piece.kind for piece in graph.pieces)["both"] == 1
 
 
 def test_the_batch_and_every_weight_are_held_by_one_stage() -> None:

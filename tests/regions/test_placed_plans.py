@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec
 
 import shardplan
 from models import gpt, lenet, two_tower
+from shardplan.ir import Program
+from shardplan.mesh import Cluster
+from shardplan.regions.assignment import Assignment, on_devices
 from shardplan.verify.verify import verify
 from tests.placed import Halves, RandomGroups
 
@@ -60,6 +63,53 @@ def test_a_value_that_is_several_results_can_be_donated_as_each_of_them(devices:
     made = plan.jit(twins, devices=devices[:2])(state(), x)
     assert made["last_n"].weak_type
     assert made["w"] is not made["last"]
+
+
+class Everywhere:
+    """All ops on all devices, as one group."""
+
+    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
+        """Each op's group."""
+        return on_devices(program, {op.id: tuple(range(cluster.size)) for op in program.ops})
+
+
+class FirstOfTwo:
+    """Ops that read the argument ``b`` on the first two devices, all others on all of them."""
+
+    def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
+        """Each op's group."""
+        b = program.inputs[next(n for n, path in enumerate(program.input_paths) if path.endswith("/b"))]
+        return on_devices(program, {op.id: (0, 1) if b in op.tensors else tuple(range(cluster.size)) for op in program.ops})
+
+
+@pytest.mark.parametrize("read_first", ["a", "c"])
+def test_an_argument_of_one_group_takes_the_place_of_two_of_another(read_first: str) -> None:
+    """These two lie in different layouts, one of which is also that of no result of the ops there."""
+
+    def step(w: Any, x: jax.Array) -> Any:
+        other = "c" if read_first == "a" else "a"
+        y = w[read_first] @ w[other]
+        return {"a": w["b"], "b": jnp.tanh(w["b"]), "c": w["b"]}, w[other] + y.T
+
+    args = {name: jnp.arange(256.0).reshape(16, 16) / 256 + n for n, name in enumerate("abc")}, jnp.ones((16, 16))
+    plan = shardplan.plan(step, *args, cluster="2x4", placement=FirstOfTwo(), donate_argnums=(0,))
+    held = {name: x.sharding for name, x in plan.put(args)[0].items()}
+    said = plan.out_shardings(plan.mesh())[0]
+    assert not held["a"].is_equivalent_to(held["c"], 2)
+    assert all(said[name].is_equivalent_to(held[name], 2) for name in "abc")
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
+def test_a_new_state_that_is_returned_twice_comes_back_where_it_was() -> None:
+    def step(w: list[jax.Array], x: jax.Array) -> Any:
+        new = [jnp.tanh(w[0]) * x, (w[1] @ x).T]
+        return new, new
+
+    args = [jnp.ones((16, 16)), jnp.eye(16)], jnp.ones((16, 16))
+    plan = shardplan.plan(step, *args, cluster="2x4", placement=Everywhere(), donate_argnums=(0,))
+    found = verify(plan, step, args)
+    assert found.passed, found
 
 
 def test_devices_of_several_groups_hold_what_all_of_them_hold_within_the_memory_limit() -> None:

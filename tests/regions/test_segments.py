@@ -64,7 +64,7 @@ def test_what_is_issued_reads_only_what_was_issued_before_and_is_not_let_go(name
                 assert (source, key) in held
                 held.add((target, key))
         held -= set(issue.last)
-    assert all(at in held for at in step.graph.results if at is not None)
+    assert all((own.group, own.key) in held for own in step.graph.results if own is not None)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,8 +8,8 @@
    run, where a device holds the arrays that are alive when a program starts and what XLA says that the program needs. Kendall's
    tau compares the orders; exits with 1 where it is below 0.6.
 3. *idle*: the same plans in two processes of one device each, since XLA's client for CPUs runs the programs of two devices of a
-   process in turn: the part of the step in which a device computes nothing as the plan says, and as run, where each program
-   counts with the time that it takes once its arguments are there. Needs two cores that nothing else uses. Compared like bytes.
+   process in turn: the part of the step in which a device computes nothing as the plan says, and as run, where each process has
+   a core of its own and computes as long as it uses it. Needs two cores that nothing else uses. Compared like bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LEAST_TAU = 0.6
 CPUS = str(Path(__file__).parent / "clusters" / "two-cpus.toml")
 MARK = "idle: "
 """Begins the lines of a process that the benchmark reads."""
-TIMED = 3
+TIMED = 5
 """Steps of a plan that are timed; their median counts."""
 
 
@@ -140,22 +140,6 @@ class Watched:
         return jax.block_until_ready(self.program(*values))
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A program that is run one at a time, and appends the seconds that it ``took`` once its arguments were there."""
-
-    program: Any
-    took: list[float]
-
-    def __call__(self, *values: Any) -> Any:
-        """Runs it."""
-        jax.block_until_ready(values)
-        start_s = time.perf_counter()
-        made = jax.block_until_ready(self.program(*values))
-        self.took.append(time.perf_counter() - start_s)
-        return made
-
-
 def living() -> Counter[int]:
     """The bytes of all arrays, by device; those that share a buffer count once."""
     seen: set[tuple[int, int]] = set()
@@ -234,36 +218,48 @@ def idle() -> tuple[list[dict[str, Any]], bool]:
         sys.exit(f"a process of the pipelines ended with {first.returncode or other.returncode}")
     each = [[json.loads(line.removeprefix(MARK)) for line in text.splitlines() if line.startswith(MARK)] for text in texts]
     rows: list[dict[str, Any]] = []
-    print("| microbatches | layers | step s | idle simulated | as run |\n|---:|---:|---:|---:|---:|")
+    print("| microbatches | layers | step s simulated | as run | idle simulated | as run |\n|---:|---:|---:|---:|---:|---:|")
     for (count, layers), *both in zip(PLANS, *each, strict=True):
         wall_s = max(own["wall_s"] for own in both)
         as_run = 1 - sum(own["busy_s"] for own in both) / (len(both) * wall_s)
-        rows.append({"microbatches": count, "layers": layers, "step_s": wall_s, "idle": both[0]["idle"], "idle_run": as_run})
-        print(f"| {count} | {layers} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |")
+        rows.append(
+            {
+                "microbatches": count,
+                "layers": layers,
+                "step_s": both[0]["step_s"],
+                "step_run": wall_s,
+                "idle": both[0]["idle"],
+                "idle_run": as_run,
+            }
+        )
+        print(f"| {count} | {layers} | {both[0]['step_s']:.2f} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |")
     return rows, ordered([r["idle"] for r in rows], [r["idle_run"] for r in rows])
 
 
 def run_process(number: int, port: int) -> None:
-    """One of the two processes: runs all plans, and prints the seconds of a step, and those in which it used a core."""
+    """One of the two processes, on a core of its own: runs all plans, and prints the seconds of a step, and those in which it used
+    the core.
+    """
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, number)
     for count, layers in PLANS:
         step, args = model(layers, batch=256)
         plan = shardplan.agree(step, *args, cluster=CPUS, **options(count))
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        compiled = plan.jit(step).lower(*shapes).compile()
+        run_step = plan.jit(step)
         state, *rest = plan.put(args)
-        timed: list[float] = []
-        took: list[float] = []
-        alone = [Timed(p.stage, took) for p in compiled.programs]
-        for n in range(1 + 2 * TIMED):
-            start_s = time.perf_counter()
-            state, loss = compiled.run(alone, state, *rest) if n > TIMED else compiled(state, *rest)
+        took: list[tuple[float, float]] = []
+        for _ in range(1 + TIMED):
+            start_s, used_s = time.perf_counter(), time.process_time()
+            state, loss = run_step(state, *rest)
             plan.fetch(loss)
             jax.block_until_ready(state)
-            timed.append(time.perf_counter() - start_s)
-        wall_s, busy_s = float(np.median(timed[1 : 1 + TIMED])), sum(took) / TIMED
-        print(MARK + json.dumps({"idle": plan.idle_share, "wall_s": wall_s, "busy_s": busy_s}), flush=True)
+            took.append((time.perf_counter() - start_s, time.process_time() - used_s))
+        wall_s, busy_s = np.median(took[1:], axis=0).tolist()
+        print(
+            MARK + json.dumps({"step_s": plan.step_time_s, "idle": plan.idle_share, "wall_s": wall_s, "busy_s": busy_s}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -311,12 +311,13 @@ class LoopSplit:
         return replace(own, shape=(self._held_at_once(t - stacks, group), *own.shape))
 
     def _held_at_once(self, t: int, group: int) -> int:
-        """The most microbatches of a value of the body that a group holds at once.
+        """The most microbatches of a value of the body that a group holds beside the one that it computes.
 
-        They are as many as are in flight, if a later pass reads the value, and one more if the value is received.
+        With that one they are as many as are in flight, if a later pass reads the value, and one more if the value is received. A
+        stack has one at least: arrays without elements have no best layout.
         """
         if self.in_flight is None:
-            return self.count
+            return max(1, self.count - 1)
         inside = self.inside
         own = [
             (kind, segment.chunk, boundary)
@@ -326,7 +327,7 @@ class LoopSplit:
         first = [c for kind, c, b in own if kind == "forward" and (t in b.makes or t in b.reads)]
         kept = first and any((kind != "forward" or c != first[0]) and t in b.reads for kind, c, b in own)
         most = self.in_flight[first[0]] if kept else 1
-        return min(self.count, most + (inside.assignment.at.get(t, group) != group))
+        return max(1, min(self.count, most + (inside.assignment.at.get(t, group) != group)) - 1)
 
 
 def loop_of(program: Program) -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from shardplan.placement.grouping import operator_graph
 from shardplan.placement.operators import OperatorGraph
 from shardplan.placement.placement_problem import problem_of
 from shardplan.placement.strategy_files import read_strategy_file
+from shardplan.planning.planner import Made
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
@@ -31,6 +33,7 @@ from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.group_programs import StepSplit, split
 from shardplan.regions.layer_parts import LayerParts
 from shardplan.regions.loops import LoopSplit, loop_of
+from shardplan.regions.placed import PlacedStep
 from shardplan.regions.stages import stages_of
 from shardplan.regions.virtual_stages import two_chunks
 from shardplan.search.coarsening.layers import equal_blocks
@@ -212,12 +215,26 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
             assert_never(cut)
     owned = donated_tensors(program, asked.searcher.wanted.donated, layers)
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
-    made = GroupPlanner(groups, group_parts(cut), cluster, asked.searcher, owned, asked.limit.origin, arrays).made()
-    plans = tuple(plan_data(asked, own) for own in made)
-    graph, limit = graph_of(cut, group_choices(plans), asked.searcher.replicate, owned), asked.searcher.wanted.memory
-    placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
-    if (peak := peak_bytes(graph, placed.dispatch)) > limit:  # groups may share devices, and a stage holds several microbatches
-        raise MemoryLimitError(limit, peak, grouped=True, origin=asked.limit.origin)
+    limit, parts = asked.searcher.wanted.memory, group_parts(cut)
+
+    def within(memory: int) -> tuple[tuple[Made, ...], tuple[PlanData, ...], PlacedStep, int]:
+        searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
+        made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays).made()
+        plans = tuple(plan_data(asked, own) for own in made)
+        graph = graph_of(cut, group_choices(plans), asked.searcher.replicate, owned)
+        placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
+        return made, plans, placed, peak_bytes(graph, placed.dispatch)
+
+    made, plans, placed, peak = within(limit)
+    if peak > limit:  # groups may share devices, and a group may wait with more values than its own program holds
+        most, least = max(plan.peak_bytes for plan in plans), peak
+        share = most * limit // peak  # with this much for each group, the schedule would fit if it needs in proportion
+        for memory in (share, (share + most) // 2):
+            with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
+                made, plans, placed, peak = within(memory)
+                break
+        if peak > limit:
+            raise MemoryLimitError(limit, min(least, peak), grouped=True, origin=asked.limit.origin)
     data = PlacedData(
         origin=origin,
         cluster=cluster,

@@ -301,6 +301,14 @@ def test_the_group_that_needs_most_says_what_a_step_needs() -> None:
         shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
 
 
+def test_groups_are_planned_again_where_their_schedule_needs_more_than_each_of_them() -> None:
+    """Within 5,000 bytes the first plans of the groups fit, but not the schedule, which waits with more values."""
+    wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
+    state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
+    options: dict[str, Any] = {"cluster": "2x4", "microbatches": 2, "axes": {"stage": 2}, "memory_limit": 5000}
+    assert shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options).peak_bytes <= 5000
+
+
 def test_a_saved_plan_has_the_same_parts(tmp_path: Any) -> None:
     args = arguments()
     plan: Any = shardplan.plan(train_step, *args, cluster="2", microbatches=2, axes={"stage": 2})

@@ -192,18 +192,14 @@ def test_a_plan_counts_the_microbatches_in_flight() -> None:
 
 
 def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> None:
-    step, args = mlp.train_step(layers=2, inputs=8, width=64, batch=512)
-    asked: dict[str, Any] = {"cluster": machine("2"), "axes": {"stage": 2}, "microbatches": 8, "donate_argnums": (0,)}
+    step, args = mlp.train_step(layers=4, inputs=8, width=64, batch=512)
+    asked: dict[str, Any] = {"cluster": machine("4"), "axes": {"stage": 4}, "microbatches": 8, "donate_argnums": (0,)}
     free = cast(PlacedPlan, shardplan.plan(step, *args, **asked))
-    limit = free.peak_bytes * 51 // 50
-    assert limit < max(g.peak_bytes for g in free.groups), "as many microbatches as 1F1B has do not fit beside one another"
+    limit = max(g.peak_bytes for g in free.groups) * 96 // 100
+    assert limit < free.peak_bytes, "as many microbatches as 1F1B has do not fit"
     plan = cast(PlacedPlan, shardplan.plan(step, *args, **asked, memory_limit=limit))
-    assert max(*plan.held_bytes, plan.peak_bytes) <= limit
-    assert max(g.peak_bytes for g in plan.groups) <= limit
-    assert plan.step_time_s == pytest.approx(free.step_time_s)
-    slower = cast(PlacedPlan, shardplan.plan(step, *args, **asked, memory_limit=free.peak_bytes - 1))
-    assert slower.peak_bytes < free.peak_bytes
-    assert slower.step_time_s > free.step_time_s
+    assert max(*plan.held_bytes, *(g.peak_bytes for g in plan.groups), plan.peak_bytes) <= limit
+    assert plan.step_time_s > free.step_time_s
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
 

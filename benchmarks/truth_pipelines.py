@@ -1,0 +1,177 @@
+"""Published step times of pipelines beside predicted ones: Megatron-DeepSpeed and Megatron-LM on A100s, Alpa on V100s.
+
+``python benchmarks/truth_pipelines.py [--only GLOB] [--json FILE] [--brief] [--whole]``
+
+The rows of ``measured_steps.csv`` with pipelines, which `truth.py` leaves out. Parts of each row's model are priced on the
+devices of a stage, its sharding fixed as it was written, and scheduled in the order that it ran (`truth_stages.py`). Rates are
+those of the presets; the launch from the host is that of `truth_fit.py`, fitted to rows without pipelines. ``--whole`` plans three
+rows whole, by `shardplan.plan` with the same axes, and prints both steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import shardplan
+from benchmarks.truth import of_pairs, ordered, print_left_out
+from benchmarks.truth_fit import launch_rows, launch_s
+from benchmarks.truth_price import UnpricedError, price
+from benchmarks.truth_rows import LeftOut, PipelineRow, Row, pipeline_rows, rows
+from benchmarks.truth_stages import Step, parts_of, step_of
+
+WHOLE = ("vtrain-single-130", "vtrain-single-424", "vtrain-single-173")
+"""Rows that are planned whole: two stages; two with data and tensor parallelism; four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A row, as the number of microbatches made it that is fastest of those it is known for, with its step."""
+
+    pipeline: PipelineRow
+    step: Step
+
+    @property
+    def row(self) -> Row:
+        """What is published of it."""
+        return self.pipeline.stage
+
+    @property
+    def predicted_s(self) -> float:
+        """The prediction."""
+        return self.step.seconds
+
+    @property
+    def error(self) -> float:
+        """The relative error."""
+        return self.predicted_s / (self.row.measured_s or float("nan")) - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the rows, the figures of each framework, and what is left out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", metavar="GLOB", help="rows by id")
+    parser.add_argument("--brief", action="store_true", help="the figures and what is left out, without the rows")
+    parser.add_argument("--json", type=Path, help="write rows and what is left out")
+    parser.add_argument("--whole", action="store_true", help="three rows planned whole beside their parts, and nothing else")
+    given = parser.parse_args(argv)
+    found, left = pipeline_rows()
+    if given.whole:
+        print_whole([r for r in found if r.stage.id in WHOLE])
+        return 0
+    found = [r for r in found if fnmatch.fnmatchcase(r.stage.id, given.only)]
+    left = [r for r in left if fnmatch.fnmatchcase(r.id, given.only)]
+    if not found and not left:
+        parser.error(f"--only {given.only}: no row with a pipeline has such an id")
+    launched = launch_rows(rows()[0])
+    host_s = launch_s([(row, price(row)) for row in launched], lambda p: p.serial_s)
+    results: list[Result] = []
+    for row in found:
+        try:
+            results.append(predicted(row, host_s))
+        except UnpricedError as error:
+            left.append(LeftOut(row.stage.id, row.stage.framework, str(error)))
+    if not given.brief:
+        print("\n".join([_HEAD, *map(_line, results)]))
+    print(f"\na launch from the host takes {host_s * 1e6:.1f} us, fitted to rows without pipelines: ", end="")
+    print(", ".join(row.id for row in launched))
+    print_figures(results)
+    print_left_out(left)
+    if given.json is not None:
+        written = [
+            {"id": r.row.id, "measured_s": r.row.measured_s, "predicted_s": r.predicted_s, **asdict(r.step)} for r in results
+        ]
+        given.json.write_text(json.dumps({"rows": written, "left_out": [asdict(r) for r in left]}, indent=1))
+    return 0
+
+
+def predicted(row: PipelineRow, host_s: float) -> Result:
+    """The prediction of a row, with the fastest of its numbers of microbatches.
+
+    Raises:
+        UnpricedError: where its sharding does not divide the step.
+    """
+    made = [row.of(count) for count in row.counts]
+    steps = [Result(one, step_of(one, parts_of(one.stage), host_s if one.stage.eager else 0.0)) for one in made]
+    return min(steps, key=lambda r: r.predicted_s)
+
+
+_HEAD = (
+    f"{'row':<38} {'stages':>6} {'chunks':>6} {'tensor':>6} {'data':>4} {'microbatches':>12} {'measured':>9} {'predicted':>9} "
+    f"{'error':>7} {'compute':>8} {'tensor':>7} {'bubble':>7} {'data':>7} {'update':>7}"
+)
+
+
+def _line(r: Result) -> str:
+    row, s = r.row, r.step
+    return (
+        f"{row.id:<38} {r.pipeline.stages:6} {r.pipeline.chunks:6} {row.sharding.tensor:6} {row.sharding.batch_ways:4} "
+        f"{row.microbatches:12} {row.measured_s:9.4f} {r.predicted_s:9.4f} {r.error:+7.1%} "
+        f"{s.compute_s:8.4f} {s.tensor_s:7.4f} {s.bubble_s:7.4f} {s.data_s:7.4f} {s.update_s:7.4f}"
+    )
+
+
+def print_figures(results: Sequence[Result]) -> None:
+    """Prints the errors, and the pairs in the right order, of each machine and framework."""
+    parts = ("compute", "tensor", "bubble", "data", "update")
+    head = f"{'framework':<20} {'machine':<18} {'rows':>4} {'median':>7} {'signed':>7} {'worst':>7} {'order of steps':>17}"
+    print(f"\n{head}  {' '.join(f'{p:>7}' for p in parts)}")
+    key: Callable[[Result], tuple[str, str]] = lambda r: (r.row.framework, r.pipeline.machine)  # noqa: E731
+    groups = [(group, list(own)) for group, own in itertools.groupby(sorted(results, key=key), key=key)]
+    for group, of in [*groups, (("all", ""), results)]:
+        errors = [r.error for r in of]
+        shares = [statistics.median(getattr(r.step, f"{p}_s") / r.predicted_s for r in of) for p in parts]
+        worst = max(of, key=lambda r: abs(r.error))
+        print(
+            f"{group[0]:<20} {group[1]:<18} {len(of):4} {statistics.median(map(abs, errors)):7.1%} "
+            f"{statistics.median(errors):+7.1%} {worst.error:+7.1%} {of_pairs(*ordered(of, each=False)):>17}  {' '.join(f'{s:7.1%}' for s in shares)}  "
+            f"worst: {worst.row.id}"
+        )
+    print(
+        "(median and signed: of absolute errors and of errors; order: pairs of one model on one machine that differ by over 5%;"
+    )
+    print(" compute to update: the median part of the predicted step)")
+
+
+# -- planned whole -----------------------------------------------------------------------------------------------------
+
+
+def print_whole(found: Sequence[PipelineRow]) -> None:
+    """Prints the steps of rows that `shardplan.plan` plans whole beside those of their parts, both compiled by XLA."""
+    print(f"{'row':<38} {'whole':>9} {'parts':>9} {'ratio':>6} {'idle, whole':>11} {'parts':>6}")
+    for row in found:
+        compiled = replace(row, stage=replace(row.stage, framework="XLA"))
+        step = step_of(compiled, parts_of(compiled.stage), 0.0)
+        plan = planned(row)
+        idle = step.bubble_s / step.seconds
+        print(
+            f"{row.stage.id:<38} {plan.step_time_s:9.4f} {step.seconds:9.4f} {plan.step_time_s / step.seconds:6.3f} "
+            f"{plan.idle_share:11.1%} {idle:6.1%}",
+            flush=True,
+        )
+
+
+def planned(row: PipelineRow) -> Any:
+    """The plan of a row's whole model with its axes."""
+    options = {k: v for k, v in row.stage.options.items() if k != "fused"}
+    options["batch"] *= row.stage.microbatches
+    step, args = importlib.import_module(f"models.{row.stage.model}").train_step(**options)
+    sharding = row.stage.sharding
+    axes = {"stage": row.stages, "chunk": row.chunks // row.stages, "data": sharding.batch_ways, "tensor": sharding.tensor}
+    axes = {name: ways for name, ways in axes.items() if ways > 1 or name == "chunk"}
+    return shardplan.plan(step, *args, cluster=row.whole, donate_argnums=0, axes=axes, microbatches=row.stage.microbatches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,8 +4,9 @@
 
 The rows of ``measured_steps.csv`` with pipelines, which `truth.py` leaves out. Parts of each row's model are priced on the
 devices of a stage, its sharding fixed as it was written, and scheduled in the order that it ran (`truth_stages.py`). Rates are
-those of the presets; the launch from the host is that of `truth_fit.py`, fitted to rows without pipelines. ``--whole`` plans three
-rows whole, by `shardplan.plan` with the same axes, and prints both steps.
+those of the presets. The launch of a kernel from the host is fitted to every tenth row on one node, as `truth_fit.py` does for
+rows without pipelines; these rows are named and left out of all figures. ``--whole`` plans three rows whole, by `shardplan.plan`
+with the same axes, and prints both steps.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardplan
 from benchmarks.truth import of_pairs, ordered, print_left_out
-from benchmarks.truth_fit import launch_rows, launch_s
-from benchmarks.truth_price import UnpricedError, price
-from benchmarks.truth_rows import LeftOut, PipelineRow, Row, pipeline_rows, rows
-from benchmarks.truth_stages import Step, parts_of, step_of
+from benchmarks.truth_fit import launch_rows
+from benchmarks.truth_price import UnpricedError
+from benchmarks.truth_rows import LeftOut, PipelineRow, Row, pipeline_rows
+from benchmarks.truth_stages import Parts, Step, parts_of, step_of
 
 WHOLE = ("vtrain-single-130", "vtrain-single-424", "vtrain-single-173")
 """Rows that are planned whole: two stages; two with data and tensor parallelism; four."""
+
+
+Priced = tuple[PipelineRow, Parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = [r for r in left if fnmatch.fnmatchcase(r.id, given.only)]
     if not found and not left:
         parser.error(f"--only {given.only}: no row with a pipeline has such an id")
-    launched = launch_rows(rows()[0])
-    host_s = launch_s([(row, price(row)) for row in launched], lambda p: p.serial_s)
-    results: list[Result] = []
-    for row in found:
+    every, _ = pipeline_rows()
+    launched = {row.id for row in launch_rows([r.stage for r in every])}
+    priced: list[Priced] = []
+    for row in [*found, *(r for r in every if r.stage.id in launched and r not in found)]:
         try:
-            results.append(predicted(row, host_s))
+            priced += [(one, parts_of(one.stage)) for one in map(row.of, row.counts)]
         except UnpricedError as error:
             left.append(LeftOut(row.stage.id, row.stage.framework, str(error)))
+    fitted = [p for p in priced if p[0].stage.id in launched]
+    launch_s = fit(fitted)
+    results = predicted([p for p in priced if p not in fitted], launch_s)
     if not given.brief:
-        print("\n".join([_HEAD, *map(_line, results)]))
-    print(f"\na launch from the host takes {host_s * 1e6:.1f} us, fitted to rows without pipelines: ", end="")
-    print(", ".join(row.id for row in launched))
+        print("\n".join([_HEAD, *map(_line, [*results, *predicted(fitted, launch_s)])]))
+    print(f"\nfitted to {', '.join(p[0].stage.id for p in fitted)}: in a pipeline, PyTorch launches a kernel in", end=" ")
+    print(f"{launch_s * 1e6:.0f} us; these rows are in no figure below")
     print_figures(results)
     print_left_out(left)
     if given.json is not None:
@@ -96,15 +103,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def predicted(row: PipelineRow, host_s: float) -> Result:
-    """The prediction of a row, with the fastest of its numbers of microbatches.
+def fit(fitted: Sequence[Priced]) -> float:
+    """The seconds of a launch from the host, in whole microseconds, with the least mean error over these rows."""
 
-    Raises:
-        UnpricedError: where its sharding does not divide the step.
-    """
-    made = [row.of(count) for count in row.counts]
-    steps = [Result(one, step_of(one, parts_of(one.stage), host_s if one.stage.eager else 0.0)) for one in made]
-    return min(steps, key=lambda r: r.predicted_s)
+    def error(launch_s: float) -> float:
+        return statistics.mean(abs(r.error) for r in predicted(fitted, launch_s))
+
+    return min((n * 1e-6 for n in range(100)), key=error)
+
+
+def predicted(priced: Sequence[Priced], launch_s: float) -> list[Result]:
+    """The prediction of each row, with the fastest of its numbers of microbatches."""
+    found: dict[str, Result] = {}
+    for row, parts in priced:
+        own = Result(row, step_of(row, parts, launch_s if row.stage.eager else 0.0))
+        known = found.get(row.stage.id, own)
+        found[row.stage.id] = min(known, own, key=lambda r: r.predicted_s)
+    return list(found.values())
 
 
 _HEAD = (
@@ -125,7 +140,7 @@ def _line(r: Result) -> str:
 def print_figures(results: Sequence[Result]) -> None:
     """Prints the errors, and the pairs in the right order, of each machine and framework."""
     parts = ("compute", "tensor", "bubble", "data", "update")
-    head = f"{'framework':<20} {'machine':<18} {'rows':>4} {'median':>7} {'signed':>7} {'worst':>7} {'order of steps':>17}"
+    head = f"{'framework':<20} {'machine':<22} {'rows':>4} {'median':>7} {'signed':>7} {'worst':>7} {'order of steps':>17}"
     print(f"\n{head}  {' '.join(f'{p:>7}' for p in parts)}")
     key: Callable[[Result], tuple[str, str]] = lambda r: (r.row.framework, r.pipeline.machine)  # noqa: E731
     groups = [(group, list(own)) for group, own in itertools.groupby(sorted(results, key=key), key=key)]
@@ -133,9 +148,10 @@ def print_figures(results: Sequence[Result]) -> None:
         errors = [r.error for r in of]
         shares = [statistics.median(getattr(r.step, f"{p}_s") / r.predicted_s for r in of) for p in parts]
         worst = max(of, key=lambda r: abs(r.error))
+        median, signed = statistics.median(map(abs, errors)), statistics.median(errors)
+        order, spent = of_pairs(*ordered(of, each=False)), " ".join(f"{share:7.1%}" for share in shares)
         print(
-            f"{group[0]:<20} {group[1]:<18} {len(of):4} {statistics.median(map(abs, errors)):7.1%} "
-            f"{statistics.median(errors):+7.1%} {worst.error:+7.1%} {of_pairs(*ordered(of, each=False)):>17}  {' '.join(f'{s:7.1%}' for s in shares)}  "
+            f"{group[0]:<20} {group[1]:<22} {len(of):4} {median:7.1%} {signed:+7.1%} {worst.error:+7.1%} {order:>17}  {spent}  "
             f"worst: {worst.row.id}"
         )
     print(
@@ -148,7 +164,9 @@ def print_figures(results: Sequence[Result]) -> None:
 
 
 def print_whole(found: Sequence[PipelineRow]) -> None:
-    """Prints the steps of rows that `shardplan.plan` plans whole beside those of their parts, both compiled by XLA."""
+    """Prints the steps of rows that `shardplan.plan` plans whole beside those of their parts, both as XLA compiles a loop over
+    layers.
+    """
     print(f"{'row':<38} {'whole':>9} {'parts':>9} {'ratio':>6} {'idle, whole':>11} {'parts':>6}")
     for row in found:
         compiled = replace(row, stage=replace(row.stage, framework="XLA"))
@@ -165,7 +183,7 @@ def print_whole(found: Sequence[PipelineRow]) -> None:
 def planned(row: PipelineRow) -> Any:
     """The plan of a row's whole model with its axes."""
     options = {k: v for k, v in row.stage.options.items() if k != "fused"}
-    options["batch"] *= row.stage.microbatches
+    options |= {"batch": row.stage.samples, "scan": True}
     step, args = importlib.import_module(f"models.{row.stage.model}").train_step(**options)
     sharding = row.stage.sharding
     axes = {"stage": row.stages, "chunk": row.chunks // row.stages, "data": sharding.batch_ways, "tensor": sharding.tensor}

@@ -3,15 +3,18 @@
 One step of two layers is traced for one microbatch and priced on the devices of a stage under the written sharding, as
 `truth_price` prices other rows. Its ops and collectives are told apart by pass, and by whether they come before, in or behind the
 layers; chunks have as many layers as the row says. The schedule, its bubble included, is that of `shardplan.dag.pipelines` in the
-order that the row ran. (`shardplan.plan` would search the layouts of each stage, which rows have fixed, and takes minutes for
-hundreds of devices; `--whole` prints its steps beside these.)
+order that the row ran. (`shardplan.plan` would search the layouts of each stage, which rows have fixed; `truth_pipelines.py
+--whole` prints its steps beside these.)
+
+A row's transfers take the seconds of one, as in `shardplan.regions.schedules`. When its device is done, a stage reduces its
+gradients over data parallel devices; the update follows when all have. A tied table is in the first and in the last stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from benchmarks.truth_eager import call_of
 from benchmarks.truth_price import scheduled_row
@@ -29,28 +32,42 @@ from shardplan.schedule.sends import issuer
 Place = Literal["first", "layers", "last"]
 Pass = Literal["forward", "backward", "update"]
 PLACES: tuple[Place, ...] = ("first", "layers", "last")
+PASSES: tuple[Pass, ...] = ("forward", "backward", "update")
 LAYERS = 2
 """Layers that are priced: two, as kernels at the ends of a layer may fuse with those of the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a device does in one pass: seconds of compute and of collectives, and the kernels and collectives that it launches."""
+class Kernel(NamedTuple):
+    """A kernel or collective of a device: its seconds there, how many launches it counts as, and whether it is a collective."""
 
-    compute_s: float = 0.0
-    tensor_s: float = 0.0
-    launches: float = 0.0
+    seconds: float
+    launches: float
+    collective: bool
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.compute_s + other.compute_s, self.tensor_s + other.tensor_s, self.launches + other.launches)
+    def part(self, share: float) -> Kernel:
+        """So large a part of it."""
+        return Kernel(self.seconds * share, self.launches * share, self.collective)
 
-    def times(self, count: float) -> Work:
-        """So many of it."""
-        return Work(self.compute_s * count, self.tensor_s * count, self.launches * count)
 
-    def seconds(self, launch_s: float) -> float:
-        """Its seconds, one after the other; no fewer than the host takes to launch it."""
-        return max(self.compute_s + self.tensor_s, self.launches * launch_s)
+Work = tuple[Kernel, ...]
+"""What a device does in one pass, in its order."""
+
+
+def launched_s(work: Iterable[Kernel], launch_s: float) -> float:
+    """Seconds of work, one kernel after the other: each starts when the host, which launches all in a row, has launched it.
+
+    A pass starts when its operand has come from another stage, for which the host waits: nothing is launched ahead.
+    """
+    host_s = device_s = 0.0
+    for kernel in work:
+        host_s += launch_s * kernel.launches
+        device_s = max(device_s, host_s) + kernel.seconds
+    return device_s
+
+
+def collective_s(work: Iterable[Kernel]) -> float:
+    """Seconds of the collectives of work."""
+    return sum(kernel.seconds for kernel in work if kernel.collective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +82,10 @@ class Parts:
 
     def of(self, passed: Pass, layers: int, *, first: bool, last: bool) -> Work:
         """The work of one pass in a chunk."""
-        found = self.work["layers", passed].times(layers)
-        for place, there in (("first", first), ("last", last)):
-            found += self.work[place, passed] if there else Work()
-        return found
+        start = self.work["first", passed] if first else ()
+        end = self.work["last", passed] if last else ()
+        middle = self.work["layers", passed] * layers
+        return (*end, *middle, *start) if passed == "backward" else (*start, *middle, *end)
 
     def reduced_s(self, layers: int, *, first: bool, last: bool) -> float:
         """Seconds in which a stage reduces its gradients."""
@@ -97,26 +114,32 @@ def parts_of(row: Row) -> Parts:
     Raises:
         UnpricedError: where its sharding does not divide the step.
     """
-    run_, _ = scheduled_row(replace(row, options={**row.options, "layers": LAYERS}))
-    at = _Places(run_, eager=row.eager)
-    work: dict[tuple[Place, Pass], Work] = {(p, q): Work() for p in PLACES for q in ("forward", "backward", "update")}
-    for node, seconds in zip(run_.planned.graph.nodes, run_.planned.op_seconds, strict=True):
-        launches = node.costed.traffic.launches if node.costed.traffic else 0.0
-        for place in at.places(node):
-            work[place, at.passed(node)] += Work(seconds * node.weight, 0.0, launches * node.weight)
+    found, _ = scheduled_row(replace(row, options={**row.options, "layers": LAYERS}))
     _, roles = row.sharding.on(row.cluster)
+    at, of = _Places(found, eager=row.eager), issuer(found.planned)
+    work: dict[tuple[Place, Pass], list[Kernel]] = {(p, q): [] for p in PLACES for q in PASSES}
     data_s: dict[Place, float] = dict.fromkeys(PLACES, 0.0)
-    for sent, passed in _sent(run_, at):
-        for place, share in at.shares(sent):
-            if set(sent.step.factors) <= set(roles["tensor"]):
-                work[place, passed] += Work(0.0, share * sent.seconds * sent.times, share * sent.times)
-            else:
-                data_s[place] += share * sent.seconds * sent.times
-    each = 1 / LAYERS
-    return Parts(
-        {(p, q): w.times(each) if p == "layers" else w for (p, q), w in work.items()},
-        {p: s * each if p == "layers" else s for p, s in data_s.items()},
-    )
+    each: Mapping[Place, float] = {"first": 1.0, "layers": 1 / LAYERS, "last": 1.0}
+    backward = False
+    for instruction in found.schedule.body.instructions:
+        if isinstance(instruction, Compute):
+            node = instruction.node
+            backward = backward or node.backward
+            launches = node.costed.traffic.launches if node.costed.traffic else 0.0
+            for place in at.places(node):
+                kernel = Kernel(found.planned.op_seconds[node.id], launches, collective=False)
+                if kernel.seconds or kernel.launches:
+                    work[place, at.passed(node)].append(kernel.part(each[place] * node.weight))
+        for sent in of(instruction):
+            updated = at.makers.get(sent.tensor) in at.updates
+            passed: Pass = "update" if updated else "backward" if backward else "forward"
+            for place, share in at.shares(sent):
+                kernel = Kernel(sent.seconds, 1.0, collective=True).part(share * each[place] * sent.times)
+                if set(sent.step.factors) <= set(roles["tensor"]):
+                    work[place, passed].append(kernel)
+                else:
+                    data_s[place] += kernel.seconds
+    return Parts({key: tuple(own) for key, own in work.items()}, data_s)
 
 
 class _Places:
@@ -140,13 +163,15 @@ class _Places:
             for n, node in enumerate(nodes):
                 self.place[node.id] = before if n < inside[0] else behind if n > inside[-1] else "layers"
         self.makers = {t: node.id for node in graph.nodes for t in node.outputs}
-        read: dict[tuple[int, ...], set[Place]] = {}
+        readers: dict[int, set[Place]] = {}
         for node in forward:
             for t in set(node.inputs).intersection(graph.inputs):
-                read.setdefault(graph.tensors[t].shape, set()).add(self.place[node.id])
-        self.of_shape: dict[tuple[int, ...], tuple[Place, ...]] = {
-            shape: tuple(p for p in PLACES if p in own) for shape, own in read.items()
-        }
+                readers.setdefault(t, set()).add(self.place[node.id])
+        self.of_shape: dict[tuple[int, ...], tuple[Place, ...]] = {}
+        for t, own in readers.items():  # vectors of a layer and of the last norm count as the layer's
+            places: tuple[Place, ...] = tuple(p for p in PLACES if p in own)
+            if self.of_shape.get(graph.tensors[t].shape) != ("layers",):
+                self.of_shape[graph.tensors[t].shape] = places
 
     def passed(self, node: Node) -> Pass:
         """The pass of an op."""
@@ -180,25 +205,14 @@ def _in_layer(node: Node) -> bool:
     return any(frame.function_name.startswith("Block.") for frame in (found.frames if found else ()))
 
 
-def _sent(found: Scheduled, at: _Places) -> Iterator[tuple[Issued, Pass]]:
-    """The collectives of a schedule, each with the pass in which it stands."""
-    of, backward = issuer(found.planned), False
-    for instruction in found.schedule.body.instructions:
-        if isinstance(instruction, Compute):
-            backward = backward or instruction.node.backward
-        for sent in of(instruction):
-            updated = at.makers.get(sent.tensor) in at.updates
-            yield sent, "update" if updated else "backward" if backward else "forward"
-
-
 def step_of(row: PipelineRow, parts: Parts, launch_s: float) -> Step:
     """The step of a row at the seconds of its parts."""
     layers, chunks = row.stage.options["layers"] // row.chunks, range(row.chunks)
-    works = [
-        {passed: parts.of(passed, layers, first=c == 0, last=c == row.chunks - 1) for passed in ("forward", "backward", "update")}
-        for c in chunks
+    works: list[dict[Pass, Work]] = [
+        {passed: parts.of(passed, layers, first=c == 0, last=c == row.chunks - 1) for passed in PASSES} for c in chunks
     ]
-    seconds = [Seconds(own["forward"].seconds(launch_s), own["backward"].seconds(launch_s), 0.0) for own in works]
+    took = [{passed: launched_s(work, launch_s) for passed, work in own.items()} for own in works]
+    seconds = [Seconds(own["forward"], own["backward"], 0.0) for own in took]
     order = (
         one_f_one_b(row.stages, row.stage.microbatches)
         if row.chunks == row.stages
@@ -212,12 +226,10 @@ def step_of(row: PipelineRow, parts: Parts, launch_s: float) -> Step:
         reduced_s = parts.reduced_s(layers * len(own), first=first, last=last)
         ends.append((found.end_s[d][-1] + reduced_s, d, reduced_s))
     end_s, d, reduced_s = max(ends)
-    update_s = max(sum(works[c]["update"].seconds(launch_s) for c in chunks if order.device[c] == d) for d in range(row.stages))
-    own = [c for c in chunks if order.device[c] == d]
-    tensor_s, busy_s = (
-        row.stage.microbatches * sum(f(works[c][p]) for c in own for p in ("forward", "backward"))
-        for f in (lambda w: w.tensor_s, lambda w: w.seconds(launch_s))
-    )
+    update_s = max(sum(own["update"] for own, at in zip(took, order.device, strict=True) if at == n) for n in range(row.stages))
+    runs: list[tuple[int, Pass]] = [(c, q) for c in chunks if order.device[c] == d for q in ("forward", "backward")]
+    tensor_s = row.stage.microbatches * sum(collective_s(works[c][passed]) for c, passed in runs)
+    busy_s = row.stage.microbatches * sum(took[c][passed] for c, passed in runs)
     return Step(busy_s - tensor_s, tensor_s, end_s - reduced_s - busy_s, reduced_s, update_s)
 
 

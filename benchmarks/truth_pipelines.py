@@ -1,6 +1,6 @@
 """Published step times of pipelines beside predicted ones: Megatron-DeepSpeed and Megatron-LM on A100s, Alpa on V100s.
 
-``python benchmarks/truth_pipelines.py [--only GLOB] [--json FILE] [--brief] [--whole]``
+``python benchmarks/truth_pipelines.py [--only GLOB] [--json FILE] [--brief] [--dropout FRACTION] [--whole]``
 
 The rows of ``measured_steps.csv`` with pipelines, which `truth.py` leaves out. Parts of each row's model are priced on the
 devices of a stage, its sharding fixed as it was written, and scheduled in the order that it ran (`truth_stages.py`). Rates are
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="rows by id")
     parser.add_argument("--brief", action="store_true", help="the figures and what is left out, without the rows")
     parser.add_argument("--json", type=Path, help="write rows and what is left out")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="FRACTION", help="of Megatron's rows (default: 0)")
     parser.add_argument("--whole", action="store_true", help="three rows planned whole beside their parts, and nothing else")
     given = parser.parse_args(argv)
     found, left = pipeline_rows()
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     priced: list[Priced] = []
     for row in [*found, *(r for r in every if r.stage.id in launched and r not in found)]:
         try:
-            priced += [(one, parts_of(one.stage)) for one in map(row.of, row.counts)]
+            made = dropping(row, given.dropout) if row.stage.eager else row
+            priced += [(one, parts_of(one.stage)) for one in map(made.of, row.counts)]
         except UnpricedError as error:
             left.append(LeftOut(row.stage.id, row.stage.framework, str(error)))
     fitted = [p for p in priced if p[0].stage.id in launched]
@@ -101,6 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         given.json.write_text(json.dumps({"rows": written, "left_out": [asdict(r) for r in left]}, indent=1))
     return 0
+
+
+def dropping(row: PipelineRow, dropout: float) -> PipelineRow:
+    """A row with dropout of attention's weights and of what is added to the residual stream."""
+    return replace(row, stage=replace(row.stage, options={**row.stage.options, "dropout": dropout}))
 
 
 def fit(fitted: Sequence[Priced]) -> float:

@@ -128,7 +128,8 @@ def parts_of(row: Row) -> Parts:
             launches = node.costed.traffic.launches if node.costed.traffic else 0.0
             for place in at.places(node):
                 kernel = Kernel(found.planned.op_seconds[node.id], launches, collective=False)
-                if kernel.seconds or kernel.launches:
+                cast_again = node.backward and at.casts(node)  # as layers are computed again
+                if (kernel.seconds or kernel.launches) and not cast_again:
                     work[place, at.passed(node)].append(kernel.part(each[place] * node.weight))
         for sent in of(instruction):
             updated = at.makers.get(sent.tensor) in at.updates
@@ -173,10 +174,13 @@ class _Places:
             if self.of_shape.get(graph.tensors[t].shape) != ("layers",):
                 self.of_shape[graph.tensors[t].shape] = places
 
+    def casts(self, node: Node) -> bool:
+        """Whether an op casts a weight that the optimizer casts."""
+        return node.op.primitive == "convert_element_type" and node.inputs[0] in self.cast
+
     def passed(self, node: Node) -> Pass:
         """The pass of an op."""
-        casts = node.op.primitive == "convert_element_type" and node.inputs[0] in self.cast
-        if node.id in self.updates or casts:
+        if node.id in self.updates or self.casts(node):
             return "update"
         return "backward" if node.backward else "forward"
 

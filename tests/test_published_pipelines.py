@@ -77,7 +77,7 @@ def test_the_parts_of_two_layers_add_up_to_their_step(framework: str) -> None:
     twice_s = sum(
         k.seconds for k in parts.work["first", "update"]
     )  # most of it is the tied table's, which the last stage has too
-    assert compute_s - twice_s == pytest.approx(whole.compute_s, rel=0.03), "but equal values are computed once"
+    assert compute_s - twice_s == pytest.approx(whole.compute_s, rel=0.05), "but equal values are computed once"
     assert sum(k.seconds * n for k, n in work if k.collective) == pytest.approx(whole.tensor_s)
     assert sum(s * count[p] for p, s in parts.data_s.items()) > whole.data_s
 
@@ -100,9 +100,10 @@ def test_each_part_is_where_and_when_it_runs() -> None:
 
 
 def test_weights_are_cast_once_a_step_where_the_optimizer_casts_them() -> None:
-    eager, compiled = (parts_of(small(name, width=1024, heads=16)) for name in ("Megatron-LM", "Alpa"))
-    update = [sum(k.seconds for k in parts.work["layers", "update"]) for parts in (eager, compiled)]
-    assert update[0] > update[1]
+    cast, whole = (parts_of(small(width=1024, heads=16, dtype=dtype)) for dtype in ("float16", "float32"))
+    counts = {q: [sum(k.launches for k in parts.work["layers", q]) for parts in (cast, whole)] for q in PASSES}
+    assert counts["update"][0] - counts["update"][1] == 4, "a layer has four matrices"
+    assert counts["forward"][0] == counts["forward"][1]
 
 
 def test_a_kernel_waits_for_the_host_and_for_the_one_before_it() -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -36,6 +36,20 @@ MODELS: Mapping[str, Callable[[Price], float]] = {
 }
 APART = 1.05
 """Two rows are compared in order where the slower takes so much longer."""
+
+
+class Predicted(Protocol):
+    """A row with the seconds that are predicted for it."""
+
+    @property
+    def row(self) -> Row:
+        """The row."""
+        ...
+
+    @property
+    def predicted_s(self) -> float:
+        """The prediction."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _write(given.json, priced, [*results, *fitted], left)
     _print_figures(results)
     if not given.brief:
-        _print_left_out(left)
+        print_left_out(left)
     return 0
 
 
@@ -162,7 +176,7 @@ def _print_fitted(rates: Rates, launched: Sequence[Priced], attending: Sequence[
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def ordered(results: Sequence[Result], *, each: bool) -> tuple[int, int]:
+def ordered(results: Sequence[Predicted], *, each: bool) -> tuple[int, int]:
     """(pairs of a sweep in the right order, pairs): those whose seconds, of a step or of ``each`` sample, differ by over 5%."""
     right = pairs = 0
     for _, group in itertools.groupby(sorted(results, key=lambda r: r.row.sweep), key=lambda r: r.row.sweep):
@@ -187,7 +201,7 @@ def _print_figures(results: Sequence[Result]) -> None:
         if not own:
             continue
         errors = [abs(r.error) for r in own]
-        cells = [_of(*ordered(own, each=each)) for each in (False, True)]
+        cells = [of_pairs(*ordered(own, each=each)) for each in (False, True)]
         sums = [
             statistics.median(abs(f(r.price) / (r.row.measured_s or 1.0) - 1) for r in own) for f in list(MODELS.values())[:2]
         ]
@@ -208,7 +222,8 @@ def _print_figures(results: Sequence[Result]) -> None:
         print(f"\nno fused attention in {', '.join(fused)}: the rows that used it are priced with scores written to memory")
 
 
-def _of(right: int, pairs: int) -> str:
+def of_pairs(right: int, pairs: int) -> str:
+    """How many pairs are in the right order, as a cell."""
     return f"{right:>5} of {pairs:<5}{right / pairs:4.0%}" if pairs else ""
 
 
@@ -238,7 +253,8 @@ def _print_beside_calculon(results: Sequence[Result]) -> None:
         print(f"largest {max(errors):.1%} (Calculon, on eight rows, six of which have pipelines: 3.65% and 8.87%)")
 
 
-def _print_left_out(left: Sequence[LeftOut]) -> None:
+def print_left_out(left: Sequence[LeftOut]) -> None:
+    """Prints what is left out, by reason."""
     if not left:
         return
     print(f"\n{len(left)} rows are left out:")

@@ -44,17 +44,26 @@ class Rates:
         return max(model(self.price(row, price)), floor)
 
 
+def launch_rows(found: Sequence[Row]) -> list[Row]:
+    """The rows that the launch is fitted to; none where there are too few."""
+    candidates = sorted((r for r in found if r.measured_s and fnmatch.fnmatchcase(r.id, LAUNCHED)), key=lambda r: r.id)
+    return candidates[::EVERY] if len(candidates) >= 2 * EVERY else []
+
+
+def launch_s(launched: Sequence[Priced], model: Callable[[Price], float]) -> float:
+    """The seconds of a launch from the host that these rows are predicted best with; none without rows."""
+    return _best([Rates(launch_s=n * 1e-7) for n in range(1000)], launched, model).launch_s if launched else 0.0
+
+
 def fit(found: Sequence[Priced], model: Callable[[Price], float]) -> tuple[Rates, list[Priced], list[Priced]]:
     """(the rates, the rows that the launch is fitted to, those that the attention kernel is fitted to).
 
     Where too few rows are priced, a rate is not fitted.
     """
     measured = [(row, price) for row, price in found if row.measured_s]
-    candidates = sorted((r for r in measured if fnmatch.fnmatchcase(r[0].id, LAUNCHED)), key=lambda r: r[0].id)
-    launched = candidates[::EVERY] if len(candidates) >= 2 * EVERY else []
-    rates = Rates()
-    if launched:
-        rates = _best([replace(rates, launch_s=n * 1e-7) for n in range(1000)], launched, model)
+    named = {row.id for row in launch_rows([row for row, _ in measured])}
+    launched = sorted((r for r in measured if r[0].id in named), key=lambda r: r[0].id)
+    rates = Rates(launch_s=launch_s(launched, model))
     triton = [r for r in measured if r[0].attention_kernel and "H100" in r[0].cluster.device.name]
     triton.sort(key=lambda r: (-r[1].attention_s / r[1].compute_s, r[0].id))
     attending = triton[: len(triton) // EVERY] if len(triton) >= 2 * EVERY else []

@@ -142,6 +142,30 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """One published step of a pipeline: ``stage`` is its model, whole, on the devices of one stage; ``whole`` are all devices.
+
+    Of ``stages``, each runs equally many ``chunks``. The row is the fastest with any of these numbers of ``microbatches``.
+    """
+
+    stage: Row
+    whole: Cluster
+    stages: int
+    chunks: int
+    counts: tuple[int, ...]
+
+    @property
+    def machine(self) -> str:
+        """The name of its preset, with "one node" for a node or a part of one."""
+        return f"{self.whole.name}, one node" if self.whole.shape[0] == 1 else self.whole.name
+
+    def of(self, count: int) -> PipelineRow:
+        """The row with so many microbatches."""
+        options = {**self.stage.options, "batch": self.stage.samples // count}
+        return replace(self, stage=replace(self.stage, options=options, microbatches=count), counts=(count,))
+
+
+@dataclass(frozen=True, slots=True)
 class LeftOut:
     """A row that is not predicted, and why."""
 
@@ -155,6 +179,35 @@ def rows() -> tuple[list[Row], list[LeftOut]]:
     lines = _lines(HERE / "measured_steps.csv")
     read = [_row(line) for line in lines] + [_megatron(line) for line in _lines(HERE / "megatron_a100.csv")]
     return [r for r in read if isinstance(r, Row)], [r for r in read if isinstance(r, LeftOut)]
+
+
+def pipeline_rows() -> tuple[list[PipelineRow], list[LeftOut]]:
+    """The rows with pipelines, which `rows` leaves out."""
+    read = [_pipeline(line) for line in _lines(HERE / "measured_steps.csv") if _ways(line["pp"]) > 1]
+    return [r for r in read if isinstance(r, PipelineRow)], [r for r in read if isinstance(r, LeftOut)]
+
+
+_SEARCHED = (64, 128, 256, 512, 1024)
+"""The numbers of microbatches that Alpa's row is the fastest of (alpa, benchmark/alpa/exp_inter_only.py)."""
+
+
+def _pipeline(line: Line) -> PipelineRow | LeftOut:
+    """A row with a pipeline: stages are consecutive devices, as in Megatron-LM, DeepSpeed and Alpa."""
+    stages = _ways(line["pp"])
+    given = line["grad_accum"]
+    counts = (int(given),) if given.isdigit() else _SEARCHED if given.startswith("best of") else ()
+    alone = {**line, "pp": "1", "vp": "1", "gpus": str(int(line["gpus"]) // stages), "grad_accum": str(max(counts, default=1))}
+    if line["zero_or_fsdp"].startswith("pipeline only"):
+        alone["zero_or_fsdp"] = ""
+    stage = _row(alone)
+    if isinstance(stage, LeftOut):
+        return stage
+    return PipelineRow(stage, cluster_of(PRESETS[line["gpu"]], int(line["gpus"])), stages, stages * _ways(line["vp"]), counts)
+
+
+def _ways(text: str) -> int:
+    """A number of ways; one where a table gives none."""
+    return int(text) if text.isdigit() else 1
 
 
 def _lines(path: Path) -> list[dict[str, str]]:
@@ -315,7 +368,8 @@ def _fused(line: Line, assumed: list[str]) -> bool:
 
 def _scanned(line: Line) -> bool:
     """Whether layers run as a loop: Paxml's repeated layers and AXLearn's; Alpa, MaxText's rows and PyTorch unroll them."""
-    return line["framework"].startswith("AXLearn") or line["model"] in ("GPT 5B", "GPT 175B")
+    paxml = line["framework"].startswith("Paxml") and line["model"] in ("GPT 5B", "GPT 175B")
+    return paxml or line["framework"].startswith("AXLearn")
 
 
 def _common(line: Line, assumed: list[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
 from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
-from shardplan.schedule import Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
+from shardplan.schedule import Barrier, Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
@@ -126,7 +126,7 @@ class _Accumulating:
         """The flat results."""
         values = dict(zip(self.body.parameters, leaves, strict=True))
         fixed = {v: x for v, x in values.items() if v not in self.split}
-        outer = _Part(self.planned, 0)
+        outer = _Outer(self.planned, 0)
         fixed = outer.run(self.parts.before, fixed)
         sliced = [_in_microbatches(values[v], self.count) for v in self.split]
 
@@ -195,6 +195,30 @@ class _Part(ExplicitEmitter):
         """A block out of a whole value. Any other value stays as it is: terms are added up later."""
         slices = all(step.kind is Collective.SLICE for step in move.steps)
         return self.transfers.move(x, move, extreme) if slices else x
+
+
+class _Outer(_Part):
+    """Runs instructions once a step. An op that equals another one, on the same values, shares its results, and barriers fall
+    away: otherwise the loop would read two casts of a weight, one in the forward pass and one where that is computed again.
+    """
+
+    def __init__(self, planned: PlannedProgram, index: Any) -> None:
+        super().__init__(planned, index)
+        self._made: dict[tuple[int, ...], tuple[Sequence[Any], Sequence[Any]]] = {}  # by signature and operands: both are kept
+
+    def compute(self, compute: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results of an op, or those of an equal one."""
+        node = compute.node
+        if node.op.acts:
+            return super().compute(compute, inputs)
+        key = node.signature.id, *map(id, inputs)
+        if key not in self._made:
+            self._made[key] = inputs, super().compute(compute, inputs)
+        return self._made[key][1]
+
+    def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
+        """The values themselves."""
+        return xs
 
 
 class _Slices(Transfers):

@@ -68,14 +68,8 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
     count, groups = shape
     free = free_ops(body)
     ops = [op for op in body.ops if op.id not in free]
-    late: set[int] = set(body.inputs[consts : consts + carries])  # what depends on the backward pass or on accumulators
-    backward: list[Op] = []
-    for op in ops:
-        if op.backward or not late.isdisjoint(op.tensors):
-            late.update(op.outputs)
-            backward.append(op)
-    behind = {op.id for op in backward}
-    forward = [op for op in ops if op.id not in behind]
+    behind = _behind(body, ops, body.inputs[consts : consts + carries])
+    forward, backward = ([op for op in ops if (op.id in behind) == late] for late in (False, True))
     stage = _cut(body, forward, shape, seconds)
     _sink(body, forward, consts, stage)
     stage |= {op.id: _own_chunk(op, stage[op.id], groups) for op in forward}
@@ -98,6 +92,29 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
         stage[op.id] = at
         gradients.update(dict.fromkeys(op.outputs, at))
     return stage
+
+
+def _behind(body: Program, ops: Sequence[Op], accumulators: Sequence[int]) -> set[int]:
+    """The ops of the backward pass, by id: those that depend on it or on accumulators, and those between them whose results it
+    alone reads, such as the barrier before what is computed again.
+    """
+    after, added = set[int](), set(accumulators)  # what depends on the backward pass, and on accumulators
+    found, totals = set[int](), set[int]()
+    for op in ops:
+        if op.backward or not after.isdisjoint(op.tensors):
+            after.update(op.outputs)
+            found.add(op.id)
+        elif not added.isdisjoint(op.tensors):
+            added.update(op.outputs)
+            totals.add(op.id)
+    began = next((n for n, op in enumerate(ops) if op.id in found), len(ops))
+    read = set(body.returned)  # in the end, or by other ops
+    for n, op in reversed(list(enumerate(ops))):
+        if n > began and op.id not in totals and read.isdisjoint(op.outputs):
+            found.add(op.id)
+        if op.id not in found:
+            read.update(op.tensors)
+    return found | totals
 
 
 def _own_chunk(op: Op, latest: int, groups: int) -> int:

@@ -108,6 +108,21 @@ def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> 
     assert own == {0: [True, False], 1: [True, True, False], 2: [True, True, False], 3: [True, False]}
 
 
+def test_a_block_is_computed_again_in_its_own_stage() -> None:
+    """With a weight's cast, which the loop reads once for both passes."""
+    step, args = gpt.train_step(layers=4, remat=True, dtype="bfloat16")
+    traced = trace_step(step, args, (0,))
+    program = microbatched(traced.program, checked_microbatches(traced, 4, None))
+    loop = loop_of(program)
+    stages = stages_of(program, loop, range(4), machine("4x2").device)
+    products = [op for op in loop.bodies[0].ops if op.primitive == "dot_general"]
+    again = Counter(stages.inner[op.id] for op in products if op.recomputed)
+    assert set(again) == set(range(4))
+    assert len(set(again.values())) == 1
+    first = {t: stages.inner[op.id] for op in reversed(products) for t in op.tensors if t in loop.bodies[0].inputs}
+    assert all(first[t] == stages.inner[op.id] for op in products for t in op.tensors if t in first)
+
+
 def test_a_pass_that_no_other_stage_waits_for_is_one_program() -> None:
     """It adds up the gradients of a weight, which are a product, and of a bias, which are not."""
 

@@ -7,9 +7,10 @@
 2. *run*: a GPT in two stages of one CPU device each, in ten plans: the most bytes that a device holds as the plan says, and as
    run, where a device holds the arrays that are alive when a program starts and what XLA says that the program needs. Kendall's
    tau compares the orders; exits with 1 where it is below 0.6.
-3. *idle*: the same plans in two processes of one device each, since XLA's client for CPUs runs the programs of two devices of a
-   process in turn: the part of the step in which a device computes nothing as the plan says, and as run, where each process has
-   a core of its own and computes as long as it uses it. Needs two cores that nothing else uses. Compared like bytes.
+3. *idle*: ten plans of that GPT in two processes of one device each, since XLA's client for CPUs runs the programs of two devices
+   of a process in turn, without a memory limit and within the least memory: the part of the step in which a device computes
+   nothing as the plan says, and as run, where each process has a core of its own and computes as long as it uses it. Needs two
+   cores that nothing else uses. Compared like bytes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ EACH = 4
 """Microbatches a stage of the models."""
 PLANS = [(count, layers) for count in (2, 4, 8, 16, 32) for layers in (4, 3)]
 """Microbatches of the plans that run, and layers: three make stages that take unequally long."""
+IDLING = [(count, short) for count in (2, 4, 8, 16, 32) for short in (False, True)]
+"""Microbatches of the plans whose idle time is compared, and whether memory is short: then one microbatch is in flight."""
 LEAST_TAU = 0.6
 CPUS = str(Path(__file__).parent / "clusters" / "two-cpus.toml")
 MARK = "idle: "
@@ -218,8 +221,8 @@ def idle() -> tuple[list[dict[str, Any]], bool]:
         sys.exit(f"a process of the pipelines ended with {first.returncode or other.returncode}")
     each = [[json.loads(line.removeprefix(MARK)) for line in text.splitlines() if line.startswith(MARK)] for text in texts]
     rows: list[dict[str, Any]] = []
-    print("| microbatches | layers | step s simulated | as run | idle simulated | as run |\n|---:|---:|---:|---:|---:|---:|")
-    for (count, layers), *both in zip(PLANS, *each, strict=True):
+    print("| microbatches | memory | step s simulated | as run | idle simulated | as run |\n|---:|---|---:|---:|---:|---:|")
+    for (count, short), *both in zip(IDLING, *each, strict=True):
         wall_s = max(own["wall_s"] for own in both)
         as_run = 1 - sum(own["busy_s"] for own in both) / (len(both) * wall_s)
         rows.append(
@@ -232,8 +235,20 @@ def idle() -> tuple[list[dict[str, Any]], bool]:
                 "idle_run": as_run,
             }
         )
-        print(f"| {count} | {layers} | {both[0]['step_s']:.2f} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |")
+        print(
+            f"| {count} | {'least' if short else 'free'} | {both[0]['step_s']:.2f} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |"
+        )
     return rows, ordered([r["idle"] for r in rows], [r["idle_run"] for r in rows])
+
+
+def least_memory(step: Any, args: Any, count: int) -> int:
+    """The bytes of a device in the smallest plan, as refused plans say."""
+    limit = 1
+    while True:
+        try:
+            return shardplan.plan(step, *args, cluster=CPUS, **options(count), memory_limit=limit).peak_bytes
+        except shardplan.MemoryLimitError as error:
+            limit = error.smallest_bytes
 
 
 def run_process(number: int, port: int) -> None:
@@ -243,9 +258,10 @@ def run_process(number: int, port: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, number)
-    for count, layers in PLANS:
-        step, args = model(layers, batch=256)
-        plan = shardplan.agree(step, *args, cluster=CPUS, **options(count))
+    for count, short in IDLING:
+        step, args = model(4, batch=256)
+        limit = {"memory_limit": least_memory(step, args, count)} if short else {}
+        plan = shardplan.agree(step, *args, cluster=CPUS, **options(count), **limit)
         run_step = plan.jit(step)
         state, *rest = plan.put(args)
         took: list[tuple[float, float]] = []

@@ -58,7 +58,7 @@ def fitted_groups(name: str, data: PlacedData, traced: Traced) -> PlacedStep:
     try:
         parts, stages = data.groups[0].microbatches, len(data.devices) if data.array_of else 1
         staged = staged_program(traced.program, parts, stages, replicate)
-        cut = cut_of(staged.program, data.devices, data.outer, data.inner, data.chunks, staged.layers, replicate)
+        cut = cut_of(staged.program, data.devices, data.outer, data.inner, data.chunks, data.in_flight, staged.layers, replicate)
         for n, (part, plan) in enumerate(zip(group_parts(cut), data.groups, strict=True)):
             check_choices(f"{name}: group {n}", plan, part.program, flatten(part.program, replicate=plan.replicate))
         donated = leaves_of(traced.in_tree, data.groups[0].donate_argnums)

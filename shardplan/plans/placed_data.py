@@ -47,7 +47,8 @@ class PlacedData:
     Group n runs on ``devices[n]`` by the plan ``groups[n]``, whose program has the ops of this group; what was asked for (memory
     limit, microbatches, donated arguments and so on) stands there, the same in each group. ``outer`` is the group of each op of
     the step, by id; in a pipeline, of each op outside of the loop over microbatches. ``inner`` is then the chunk of layers of
-    each op in its body, and ``chunks`` the group that runs each chunk. Where a loop over layers is cut into the stages, an
+    each op in its body, ``chunks`` the group that runs each chunk, and ``in_flight`` how many microbatches of each the plans of
+    groups count (None: all). Where a loop over layers is cut into the stages, an
     argument of the step is held in parts: ``array_of`` gives its path by the path of each part. ``group_of`` is the group that
     holds each argument, by path, in their order. ``issues`` is what is issued, in order. ``origin`` says where the groups come
     from, ``chunks_asked`` how many chunks each stage was to have (None: the planner chose), ``auto`` what ``placement="auto"``
@@ -64,6 +65,7 @@ class PlacedData:
     outer: Mapping[int, Number] = field(repr=False)
     inner: Mapping[int, Number] | None = field(repr=False)
     chunks: tuple[Number, ...]
+    in_flight: tuple[Number, ...] | None
     array_of: Mapping[str, str] = field(repr=False)
     group_of: Mapping[str, Number] = field(repr=False)
     issues: tuple[IssuedRow, ...] = field(repr=False)

@@ -29,11 +29,12 @@ def cut_of(
     outer: Mapping[int, int],
     inner: Mapping[int, int] | None,
     chunks: tuple[int, ...] = (),
+    in_flight: tuple[int, ...] | None = None,
     layers: LayerParts | None = None,
     replicate: Sequence[str] = (),
 ) -> Cut:
     """The step whose ops run on these groups; ``inner`` has the chunks of the body of its loop over microbatches, if it has one,
-    and ``chunks`` the group of each. ``layers`` as in `PlacedStep`; ``replicate`` are primitives that may run whole.
+    and ``chunks`` the group of each. ``in_flight`` and ``replicate`` as in `LoopSplit`, ``layers`` as in `PlacedStep`.
 
     Raises:
         PlacementError: for an op without a group.
@@ -47,7 +48,7 @@ def cut_of(
             if op.id not in of and op.id not in free and op is not loop:
                 raise PlacementError(f"there is no group for {op.primitive} at {op.source}")
     homes = {} if layers is None else {program.inputs[part]: stage for part, stage in layers.homes.items()}
-    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, homes=homes, replicate=tuple(replicate))
+    return LoopSplit(program, loop, tuple(groups), outer, inner, chunks, in_flight, homes, tuple(replicate))
 
 
 def group_parts(cut: Cut) -> tuple[GroupProgram, ...]:

@@ -261,7 +261,13 @@ class LoopSplit:
         slices = [t for t in inputs[self.consts + self.carries :] if t in read]
         received = sorted(t for t in read if self.inside.assignment.at.get(t, group) != group)
         out = [o for t, o in zip(self.carry_inputs, self.body.outputs, strict=False) if t in carries and isinstance(o, int)]
-        makes = [t for t in dict.fromkeys(t for n in own for t in boundaries[n].makes) if t not in out]
+        sent = {t for n, s in enumerate(self.inside.segments) if s.group != group for t in boundaries[n].reads}
+        sent |= {o for o in self.body.outputs if isinstance(o, int)}
+        makes = [
+            t
+            for t in dict.fromkeys(t for n in own for t in boundaries[n].makes)
+            if t not in out and (t in sent or self._held_beside(t, group))
+        ]
         ids = {i for n in own for i in self.inside.segments[n].ops}
         return self.inside.part(ids, (*whole, *carries, *slices, *received), (*out, *makes))
 
@@ -308,16 +314,15 @@ class LoopSplit:
         if t < stacks:
             return self.program.tensors[t]
         own = self.body.tensors[t - stacks]
-        return replace(own, shape=(self._held_at_once(t - stacks, group), *own.shape))
+        return replace(own, shape=(max(1, self._held_beside(t - stacks, group)), *own.shape))
 
-    def _held_at_once(self, t: int, group: int) -> int:
+    def _held_beside(self, t: int, group: int) -> int:
         """The most microbatches of a value of the body that a group holds beside the one that it computes.
 
-        With that one they are as many as are in flight, if a later pass reads the value, and one more if the value is received. A
-        stack has one at least: arrays without elements have no best layout.
+        With that one they are as many as are in flight, if a later pass reads the value, and one more if the value is received.
         """
         if self.in_flight is None:
-            return max(1, self.count - 1)
+            return self.count - 1
         inside = self.inside
         own = [
             (kind, segment.chunk, boundary)
@@ -327,7 +332,7 @@ class LoopSplit:
         first = [c for kind, c, b in own if kind == "forward" and (t in b.makes or t in b.reads)]
         kept = first and any((kind != "forward" or c != first[0]) and t in b.reads for kind, c, b in own)
         most = self.in_flight[first[0]] if kept else 1
-        return max(1, min(self.count, most + (inside.assignment.at.get(t, group) != group)) - 1)
+        return min(self.count, most + (inside.assignment.at.get(t, group) != group)) - 1
 
 
 def loop_of(program: Program) -> Op:

@@ -207,10 +207,10 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group)."""
     cluster = asked.searcher.cluster
     match cut:
-        case LoopSplit(program, _, groups, outer, inner, chunks):
+        case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
             pass
         case StepSplit(Assignment(program, groups, outer)):
-            inner, chunks = None, ()
+            inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
     owned = donated_tensors(program, asked.searcher.wanted.donated, layers)
@@ -243,6 +243,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
         outer=outer,
         inner=inner,
         chunks=chunks,
+        in_flight=in_flight,
         array_of=_array_of(layers, asked.traced.program.input_paths, program.input_paths),
         group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
         issues=issued_rows(placed.graph, placed.dispatch),

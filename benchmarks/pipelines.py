@@ -225,19 +225,11 @@ def idle() -> tuple[list[dict[str, Any]], bool]:
     for (count, short), *both in zip(IDLING, *each, strict=True):
         wall_s = max(own["wall_s"] for own in both)
         as_run = 1 - sum(own["busy_s"] for own in both) / (len(both) * wall_s)
-        rows.append(
-            {
-                "microbatches": count,
-                "layers": layers,
-                "step_s": both[0]["step_s"],
-                "step_run": wall_s,
-                "idle": both[0]["idle"],
-                "idle_run": as_run,
-            }
-        )
-        print(
-            f"| {count} | {'least' if short else 'free'} | {both[0]['step_s']:.2f} | {wall_s:.2f} | {both[0]['idle']:.1%} | {as_run:.1%} |"
-        )
+        row = {"microbatches": count, "memory": "least" if short else "free", "step_s": both[0]["step_s"], "step_run": wall_s,
+               "idle": both[0]["idle"], "idle_run": as_run}  # fmt: skip
+        rows.append(row)
+        steps = f"{row['step_s']:.2f} | {wall_s:.2f}"
+        print(f"| {count} | {row['memory']} | {steps} | {row['idle']:.1%} | {as_run:.1%} |")
     return rows, ordered([r["idle"] for r in rows], [r["idle_run"] for r in rows])
 
 
@@ -252,9 +244,7 @@ def least_memory(step: Any, args: Any, count: int) -> int:
 
 
 def run_process(number: int, port: int) -> None:
-    """One of the two processes, on a core of its own: runs all plans, and prints the seconds of a step, and those in which it used
-    the core.
-    """
+    """One of the two processes, on a core of its own: runs all plans, and prints the seconds of a step and those of its core."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, number)

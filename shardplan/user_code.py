@@ -1,7 +1,8 @@
-"""The boundary to the user's code: steps, factories and modules, which may raise anything."""
+"""The boundary to the user's code: steps, factories and modules, which may raise anything, and the paths of its files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,11 @@ def users_code(told: Callable[[BaseException], ShardplanError]) -> Iterator[None
         raise
     except (Exception, SystemExit) as error:
         raise told(error) from error
+
+
+def shown_path(file: str) -> str:
+    """A path as people read it, relative if it lies below the current directory: a saved plan is the same on other machines."""
+    return file.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def text_of(error: BaseException) -> str:

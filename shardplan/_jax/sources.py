@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardplan.user_code import shown_path
+
 
 def source_line(eqn: Any) -> str:
     """``file:line (function)`` of the user's code behind an equation, libraries left out; ``?`` if JAX no longer tells."""
@@ -19,7 +21,7 @@ def source_line(eqn: Any) -> str:
         return "?"
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     own = [f for f in frames if not f.file_name.startswith(_INSTALLED)] or frames
-    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else "?"
+    return f"{shown_path(own[0].file_name)}:{own[0].start_line} ({own[0].function_name})" if own else "?"
 
 
 def raised_at(error: BaseException) -> str:
@@ -30,7 +32,7 @@ def raised_at(error: BaseException) -> str:
     for frames in (traceback.extract_tb(error.__traceback__), traceback.extract_stack()):
         own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
         if own:
-            return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})"
+            return f"{shown_path(own[-1].filename)}:{own[-1].lineno} ({own[-1].name})"
     return ""
 
 

@@ -6,6 +6,8 @@ import re
 import sysconfig
 from collections.abc import Mapping
 
+from shardplan.user_code import shown_path
+
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
 _ROW = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _FIELD = re.compile(r"(\w+)=(\d+)")
@@ -27,7 +29,7 @@ def frame_lines(text: str) -> Mapping[int, str]:
         place = places[frames[key]["file_location_id"]]
         file = tables["FileNames"][place["file_name_id"]].strip('"')
         function = tables["FunctionNames"][place["function_name_id"]].strip('"')
-        return file, f"{file}:{place['line']} ({function})"
+        return file, f"{shown_path(file)}:{place['line']} ({function})"
 
     def users(key: str) -> str:
         inner, seen = key, set[str]()

@@ -53,7 +53,7 @@ def _steady(text: str) -> str:
     """What the report is about, without the figures of the cost model, the widths that follow from them, and directories."""
     text = re.sub(r"\d[\d.]* (ns|us|ms|s|B|KiB|MiB|GiB|GB/s)\b", "#", text)
     text = re.sub(r"\d[\d.]*(%|x\b| operators)", r"#\1", text)  # releases of JAX differ in the number of operators
-    text = re.sub(r"/\S*/(\w+\.py)", r"\1", text)
+    text = re.sub(r"(?<!\S)\S*/(\w+\.py)", r"\1", text)
     return re.sub(r"(?<=\S) {2,}(?=\S)", "  ", re.sub(r"-{2,}", "--", text))
 
 

@@ -27,6 +27,7 @@ from shardplan.mesh import Cluster
 from shardplan.shell import interrupts
 from shardplan.shell.cli import main
 from shardplan.shell.target import load_target
+from shardplan.user_code import shown_path
 
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -86,7 +87,7 @@ def test_a_step_that_lacks_an_argument_is_said_where_it_is_called(given: str, tm
         "a file": lambda: shardplan.load(file, pair, W),
     }
     with pytest.raises(
-        shardplan.TraceError, match=rf"missing 1 .*: 'x', at {re.escape(__file__)}:\d+ \(<lambda>\); jax.eval_shape"
+        shardplan.TraceError, match=rf"missing 1 .*: 'x', at {re.escape(shown_path(__file__))}:\d+ \(<lambda>\); jax.eval_shape"
     ):
         calls[given]()
 

@@ -9,7 +9,7 @@ reads. The optimizer's ops belong to the group whose gradients they read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,7 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
     behind = _behind(body, ops, body.inputs[consts : consts + carries])
     forward, backward = ([op for op in ops if (op.id in behind) == late] for late in (False, True))
     stage = _cut(body, forward, shape, seconds)
-    _sink(body, forward, consts, stage)
+    _sink(forward, {*body.inputs[:consts], *_free(body)}, stage, min)
     stage |= {op.id: _own_chunk(op, stage[op.id], groups) for op in forward}
     present: dict[int, set[int]] = {}  # the stages in which a value of the forward pass, or a weight, is there anyway
     for op in forward:
@@ -91,6 +91,8 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
         at = _own_chunk(op, at, groups)
         stage[op.id] = at
         gradients.update(dict.fromkeys(op.outputs, at))
+    held = {*present, *body.inputs[consts : consts + carries]}
+    _sink(backward, {t for t in body.inputs if t not in held} | _free(body), stage, max)
     return stage
 
 
@@ -128,28 +130,25 @@ def _own_chunk(op: Op, latest: int, groups: int) -> int:
     return part + max(0, (latest - part) // groups) * groups
 
 
-def _sink(body: Program, forward: Sequence[Op], consts: int, stage: dict[int, int]) -> None:
-    """Moves ops that depend on nothing of a microbatch to the stage of their first reader."""
-    fixed = set(body.inputs[:consts])
-    alone: list[Op] = []
-    free = {t for t, _ in body.constants}
-    for op in body.ops:
-        if op.id not in stage and not op.tensors:
-            free.update(op.outputs)
-    for op in forward:
-        if all(t in fixed or t in free for t in op.tensors):
-            fixed.update(op.outputs)
-            alone.append(op)
-    reader: dict[int, int] = {}
-    for op in reversed(forward):
+def _sink(ops: Sequence[Op], anywhere: set[int], stage: dict[int, int], first: Callable[[Iterable[int]], int]) -> None:
+    """Moves ops that read only values that are ``anywhere`` to the stage of their first reader, the ``first`` of its readers."""
+    alone: set[int] = set()
+    for op in ops:
+        if anywhere.issuperset(op.tensors):
+            anywhere.update(op.outputs)
+            alone.add(op.id)
+    readers: dict[int, set[int]] = {}
+    for op in reversed(ops):
+        if op.id in alone and (wanted := {s for t in op.outputs for s in readers.get(t, ())}):
+            stage[op.id] = first(wanted)
         for t in op.tensors:
-            reader[t] = min(reader.get(t, stage[op.id]), stage[op.id])
-    for op in reversed(alone):
-        wanted = [reader[t] for t in op.outputs if t in reader]
-        if wanted:
-            stage[op.id] = min(wanted)
-            for t in op.tensors:
-                reader[t] = min(reader.get(t, stage[op.id]), stage[op.id])
+            readers.setdefault(t, set()).add(stage[op.id])
+
+
+def _free(body: Program) -> set[int]:
+    """The tensors that depend on no input."""
+    free = free_ops(body)
+    return {t for t, _ in body.constants} | {t for op in body.ops if op.id in free for t in op.outputs}
 
 
 def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dict[int, frozenset[int]]:

@@ -2,8 +2,9 @@
 
     python benchmarks/pipelines.py [--parts models run idle] [--clusters NAME:NODES ...] [--json FILE]
 
-1. *models*: LLaMA-70B (a scan over layers with remat, sequences of 4,096 tokens, batch 1,024) planned on all devices and in
-   stages with four microbatches a stage. *shorter* is the step on all devices over the step of the row.
+1. *models*: LLaMA-70B (bfloat16, a scan over layers with remat, 4,096 tokens a sequence, 1,024 sequences or eight a device if
+   that is less) planned on all devices and in stages with four microbatches a stage. *shorter* is the step on all devices over
+   the step of the row.
 2. *run*: a GPT in two stages of one CPU device each, in ten plans: the most bytes that a device holds as the plan says, and as
    run, where a device holds the arrays that are alive when a program starts and what XLA says that the program needs. Kendall's
    tau compares the orders; exits with 1 where it is below 0.6.
@@ -87,12 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def planned(clusters: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each cluster and number of stages."""
-    step, args = llama.train_step(size="70b", scan=True, remat=True, batch=1024)
     rows: list[dict[str, Any]] = []
     print("| cluster | devices | stages | microbatches | step s | shorter | idle | peak GiB | planned in s |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for cluster in clusters:
         known = shardplan.Cluster.load(cluster)
+        batch = min(1024, 8 * known.size)
+        step, args = llama.train_step(size="70b", scan=True, remat=True, dtype="bfloat16", sequence=4096, batch=batch)
         whole_s = float("nan")
         for stages in (1, *STAGES):
             asked: dict[str, Any] = {} if stages == 1 else {"axes": {"stage": stages}, "microbatches": EACH * stages}

@@ -18,6 +18,7 @@ from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.placed import PlacedStep, placed_graph
 from shardplan.regions.segment_plans import GroupChoices
 from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
+from shardplan.regions.tied_sums import SplitSums, split_sums
 
 Cut = StepSplit | LoopSplit
 """A step cut into segments, as a whole or as a loop over microbatches."""
@@ -41,7 +42,8 @@ def cut_of(
     """
     if inner is None:
         return split(assigned(program, tuple(groups), outer))
-    loop = loop_of(program)
+    sums = split_sums(SplitSums(program, loop_of(program), outer, inner), chunks)
+    program, loop, outer, inner = sums.program, sums.loop, sums.outer, sums.inner
     for part, of in ((program, outer), (loop.bodies[0], inner)):
         free = free_ops(part)
         for op in part.ops:

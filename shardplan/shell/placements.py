@@ -27,7 +27,7 @@ from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.buffers import peak_bytes
-from shardplan.regions.cuts import Cut, donated_tensors, graph_of, group_parts, step_of
+from shardplan.regions.cuts import Cut, cut_of, donated_tensors, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched
 from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.group_programs import StepSplit, split
@@ -143,10 +143,9 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     """
     program, loop = staged.program, loop_of(staged.program)
     where = stages_of(program, loop, chunks, asked.searcher.cluster.device, asked.searcher.replicate)
-    homes = {} if staged.layers is None else {program.inputs[part]: stage for part, stage in staged.layers.homes.items()}
-    cut = LoopSplit(
-        program, loop, tuple(groups), where.outer, where.inner, chunks, homes=homes, replicate=tuple(asked.searcher.replicate)
-    )
+    replicate = tuple(asked.searcher.replicate)
+    cut = cut_of(program, groups, where.outer, where.inner, chunks, layers=staged.layers, replicate=replicate)
+    assert isinstance(cut, LoopSplit)
     each = len(chunks) // len(groups)
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
 

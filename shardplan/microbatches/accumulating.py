@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardplan.microbatches.phases import Phases, phases
 from shardplan.microbatches.time_cut import instructions, time_cut
 from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
-from shardplan.schedule import Barrier, Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
+from shardplan.schedule import Barrier, Block, Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
@@ -215,6 +215,14 @@ class _Outer(_Part):
         if key not in self._made:
             self._made[key] = inputs, super().compute(compute, inputs)
         return self._made[key][1]
+
+    def block(self, block: Block, arguments: Sequence[Any], outer: Mapping[int, Any]) -> list[Any]:
+        """The results of a block, which shares with no other: its values belong to its own trace."""
+        made, self._made = self._made, {}
+        try:
+            return super().block(block, arguments, outer)
+        finally:
+            self._made = made
 
     def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
         """The values themselves."""

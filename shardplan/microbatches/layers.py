@@ -37,8 +37,8 @@ from shardplan.tdl import Strategy
 def in_layer_parts(
     program: Program, count: int, batch: Sequence[int] = (), replicate: Sequence[str] = ()
 ) -> tuple[Program, LayerParts] | None:
-    """The step with its loops over layers in ``count`` parts; None if it has no such loop, or if none of its arguments can be
-    in parts. ``batch`` are the numbers of the arguments that hold samples.
+    """The step with its loops over layers in ``count`` parts; None if its forward pass has no such loop, or if none of its
+    arguments can be in parts. ``batch`` are the numbers of the arguments that hold samples.
 
     Raises:
         PlacementError: for a number of layers that does not divide.
@@ -54,8 +54,10 @@ def in_layer_parts(
             f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
         )
     while split:  # without those that an op needs whole, and then without those that are made with them
-        step = _InParts(program, signatures, count, split)
+        step = _InParts(program, signatures, count, split, frozenset(program.inputs[i] for i in batch))
         made = trace(step, *step.shapes).program
+        if not step.loops:
+            return None
         if not step.needed_whole:
             return step.named(made), step.parts
         split -= step.needed_whole
@@ -150,8 +152,11 @@ class _Parts:
 class _InParts:
     """The step on flat arguments in parts. Tracing it fills ``needed_whole``: the arguments in parts that an op needs whole."""
 
-    def __init__(self, program: Program, signatures: Mapping[int, Signature], count: int, split: frozenset[int]) -> None:
+    def __init__(
+        self, program: Program, signatures: Mapping[int, Signature], count: int, split: frozenset[int], samples: frozenset[int]
+    ) -> None:
         self.program, self.signatures, self.count, self.split = program, signatures, count, split
+        self.samples = samples or frozenset(program.inputs)  # the tensors of the batch
         self.needed_whole: set[int] = set()
         self.loops = 0
         self._loop_of: dict[int, int] = {}  # the last loop of the forward pass that takes slices of an argument
@@ -201,13 +206,15 @@ class _InParts:
     def __call__(self, *flat: Any) -> list[Any]:
         """The flat results in parts."""
         values: dict[int, Any] = dict(self.program.constants)
-        self.loops, late = 0, set[int]()
+        self.loops, late, sampled = 0, set[int](), set(self.samples)
         for i, (t, own) in enumerate(zip(self.program.inputs, self._inputs, strict=True)):
             xs = tuple(flat[n] for n in own)
             values[t] = _Parts(xs, 0, frozenset({i})) if i in self.split else xs[0]
         for op in self.program.ops:
             operands = [operand_of(values, x) for x in op.inputs]
-            forward = not _is_late(op, late)
+            if depends := not sampled.isdisjoint(op.tensors):
+                sampled.update(op.outputs)
+            forward = not _is_late(op, late) and depends
             with _jax.traced_at(op.handle, op.scope):
                 values.update(zip(op.outputs, self._results(op, operands, forward), strict=True))
         found: list[Any] = []
@@ -244,12 +251,12 @@ class _InParts:
         return any(isinstance(x, _Parts) and x.dim == 0 for x in stacked)
 
     def _number(self, stacked: Sequence[Any], forward: bool) -> int:
-        """The number of a loop over layers of the forward pass. A loop of the backward pass, or of an optimizer after it, has
-        the number of the last loop that made its operands, or that reads the same arguments.
+        """The number of a loop over layers of the forward pass of a batch. A loop of the backward pass, of an optimizer after it,
+        or over weights alone has the number of the last loop that made its operands, or that reads the same arguments.
         """
         parts = [x for x in stacked if isinstance(x, _Parts) and x.dim == 0]
         arguments = frozenset[int]().union(*(x.made_from for x in parts))
-        if not forward and self.loops:
+        if not forward:
             loops = frozenset[int]().union(*(x.loops for x in parts)) or {self._loop_of.get(i, 0) for i in arguments} or {0}
             return max(loops)
         self.loops += 1

@@ -24,17 +24,26 @@ def dispatched(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float = m
     """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; if none fit, those that hold
     least.
     """
+    return dispatched_beside(graph, machine, limit)[0]
+
+
+def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float) -> tuple[Dispatch, int]:
+    """(`dispatched`, the bytes that the best schedule without a limit holds)."""
+    free: tuple[bool, float, int] | None = None
     waiting = waiting_tasks(graph, machine)
     best: tuple[tuple[bool, float, int], Dispatch] | None = None
     for start in (waiting, *restricted(graph, waiting)):
         found = Dispatch(with_last(graph, [Issue(w.what, at, at + w.seconds) for w, at in started(start)]))
         peak = peak_bytes(graph, found)
         over = peak > limit
+        if free is None or _better((False, found.step_time_s, peak), free):
+            free = False, found.step_time_s, peak
         key = over, 0.0 if over else found.step_time_s, peak
         if best is None or _better(key, best[0]):
             best = key, found
     assert best is not None
-    return best[1]
+    assert free is not None
+    return best[1], free[2]
 
 
 def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, assert_never, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, assert_never, runtime_checkable
 
 from shardplan.dag.pipeline_orders import one_f_one_b
 from shardplan.dag.pipelines import folded, looped
@@ -28,7 +28,7 @@ from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
 from shardplan.regions.buffers import peak_bytes
 from shardplan.regions.cuts import Cut, cut_of, donated_tensors, graph_of, group_parts, step_of
-from shardplan.regions.dispatch import dispatched
+from shardplan.regions.dispatch import dispatched_beside
 from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.group_programs import StepSplit, split
 from shardplan.regions.layer_parts import LayerParts
@@ -203,7 +203,9 @@ def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
 
 
 def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None) -> tuple[PlacedPlan, bool]:
-    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group)."""
+    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group or in the
+    schedule).
+    """
     cluster = asked.searcher.cluster
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
@@ -216,24 +218,27 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
     limit, parts = asked.searcher.wanted.memory, group_parts(cut)
 
-    def within(memory: int) -> tuple[tuple[Made, ...], tuple[PlanData, ...], PlacedStep, int]:
+    def within(memory: int) -> _Tried:
         searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
         made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays).made()
         plans = tuple(plan_data(asked, own) for own in made)
         graph = graph_of(cut, group_choices(plans), asked.searcher.replicate, owned)
-        placed = step_of(cut, graph, dispatched(graph, machine_of(cluster), limit), layers)
-        return made, plans, placed, peak_bytes(graph, placed.dispatch)
+        dispatch, free = dispatched_beside(graph, machine_of(cluster), limit)
+        return _Tried(made, plans, step_of(cut, graph, dispatch, layers), peak_bytes(graph, dispatch), free)
 
-    made, plans, placed, peak = within(limit)
-    if peak > limit:  # groups may share devices, and a group may wait with more values than its own program holds
-        most, least = max(plan.peak_bytes for plan in plans), peak
-        share = most * limit // peak  # with this much for each group, the schedule would fit if it needs in proportion
+    tried = [within(limit)]
+    if (free := tried[0].free_peak) > limit:  # groups may share devices, and hold more in that order than their own programs do
+        most = max(plan.peak_bytes for plan in tried[0].plans)
+        share = most * limit // free  # with this much for each group, that order fits if it needs in proportion
         for memory in (share, (share + most) // 2):
             with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
-                made, plans, placed, peak = within(memory)
+                tried.append(within(memory))
                 break
-        if peak > limit:
-            raise MemoryLimitError(limit, min(least, peak), grouped=True, origin=asked.limit.origin)
+    fitting = [own for own in tried if own.peak <= limit]
+    if not fitting:
+        raise MemoryLimitError(limit, min(own.peak for own in tried), grouped=True, origin=asked.limit.origin)
+    best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
+    made, plans, placed = best.made, best.plans, best.placed
     data = PlacedData(
         origin=origin,
         cluster=cluster,
@@ -251,8 +256,18 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
         stopped=_first_stop(plans),
     )
     sessions = tuple(own.session for own in made)
-    short = any(own.planned.found[1].limit_costs for own in made)
+    short = free > limit or any(own.planned.found[1].limit_costs for own in made)
     return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
+
+
+class _Tried(NamedTuple):
+    """The plans of groups, their step in an order that fits, its peak, and the peak of the fastest order of all."""
+
+    made: tuple[Made, ...]
+    plans: tuple[PlanData, ...]
+    placed: PlacedStep
+    peak: int
+    free_peak: int
 
 
 def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:

@@ -304,6 +304,11 @@ class Op:
         return tuple(i for i in self.inputs if isinstance(i, int))
 
     @property
+    def sums(self) -> bool:
+        """Whether its result is the sum of its two operands."""
+        return self.primitive in ("add", "add_any")
+
+    @property
     def control(self) -> Control | None:
         """Its kind of control flow; None for an op without bodies, or of an unknown kind."""
         return CONTROL.get(self.primitive) if self.bodies else None

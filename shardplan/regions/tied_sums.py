@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from shardplan.ir import Op, Operand, Program, Tensor
 
-_ADDS = ("add", "add_any")
-
 
 @dataclass(frozen=True, slots=True)
 class SplitSums:
@@ -43,11 +41,11 @@ def _split_one(found: SplitSums, chunks: Sequence[int]) -> SplitSums | None:
 
     for n, (carry, result) in enumerate(zip(body.inputs[consts : consts + carries], body.outputs[:carries], strict=True)):
         total = maker.get(result) if isinstance(result, int) else None
-        if total is None or total.primitive not in _ADDS or carry not in total.tensors or len(total.tensors) != 2:
+        if total is None or not total.sums or carry not in total.tensors or len(total.tensors) != 2:
             continue
         (term,) = (t for t in total.tensors if t != carry)
         added = maker.get(term)
-        if added is None or added.primitive not in _ADDS or readers[term] != 1 or len(set(added.tensors)) != 2:
+        if added is None or not added.sums or readers[term] != 1 or len(set(added.tensors)) != 2:
             continue
         own = [t for t in added.tensors if group(t) == group(result)]
         others = [t for t in added.tensors if group(t) not in (group(result), None)]

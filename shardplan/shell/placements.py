@@ -206,7 +206,6 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group or in the
     schedule).
     """
-    cluster = asked.searcher.cluster
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
             pass
@@ -214,9 +213,47 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
             inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
+    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers)
+    data = PlacedData(
+        origin=origin,
+        cluster=asked.searcher.cluster,
+        devices=groups,
+        groups=plans,
+        outer=outer,
+        inner=inner,
+        chunks=chunks,
+        in_flight=in_flight,
+        array_of=_array_of(layers, asked.traced.program.input_paths, program.input_paths),
+        group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
+        issues=issued_rows(placed.graph, placed.dispatch),
+        trace_s=plans[0].trace_s,
+        search_s=max(d.search_s for d in plans),
+        stopped=_first_stop(plans),
+    )
+    sessions = tuple(own.session for own in made)
+    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
+
+
+class _Tried(NamedTuple):
+    """The plans of groups, their step in an order that fits, its peak, and the peak of the fastest order of all."""
+
+    made: tuple[Made, ...]
+    plans: tuple[PlanData, ...]
+    placed: PlacedStep
+    peak: int
+    free_peak: int
+
+
+def _fitting(asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None) -> tuple[_Tried, bool]:
+    """(the plans of groups with the fastest step that fits, whether the memory limit costs time).
+
+    Raises:
+        MemoryLimitError: if no plan fits.
+    """
+    program = cut.program if isinstance(cut, LoopSplit) else cut.assignment.program
     owned = donated_tensors(program, asked.searcher.wanted.donated, layers)
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
-    limit, parts = asked.searcher.wanted.memory, group_parts(cut)
+    limit, parts, cluster = asked.searcher.wanted.memory, group_parts(cut), asked.searcher.cluster
 
     def within(memory: int) -> _Tried:
         searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
@@ -238,36 +275,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
     if not fitting:
         raise MemoryLimitError(limit, min(own.peak for own in tried), grouped=True, origin=asked.limit.origin)
     best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
-    made, plans, placed = best.made, best.plans, best.placed
-    data = PlacedData(
-        origin=origin,
-        cluster=cluster,
-        devices=groups,
-        groups=plans,
-        outer=outer,
-        inner=inner,
-        chunks=chunks,
-        in_flight=in_flight,
-        array_of=_array_of(layers, asked.traced.program.input_paths, program.input_paths),
-        group_of={path: group for path, (group, _) in zip(program.input_paths, placed.graph.inputs, strict=True)},
-        issues=issued_rows(placed.graph, placed.dispatch),
-        trace_s=plans[0].trace_s,
-        search_s=max(d.search_s for d in plans),
-        stopped=_first_stop(plans),
-    )
-    sessions = tuple(own.session for own in made)
-    short = free > limit or any(own.planned.found[1].limit_costs for own in made)
-    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
-
-
-class _Tried(NamedTuple):
-    """The plans of groups, their step in an order that fits, its peak, and the peak of the fastest order of all."""
-
-    made: tuple[Made, ...]
-    plans: tuple[PlanData, ...]
-    placed: PlacedStep
-    peak: int
-    free_peak: int
+    return best, free > limit or any(own.planned.found[1].limit_costs for own in best.made)
 
 
 def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:

@@ -252,7 +252,7 @@ def run_process(number: int, port: int) -> None:
     jax.distributed.initialize(f"localhost:{port}", 2, number)
     for count, short in IDLING:
         step, args = model(4, batch=256)
-        limit = {"memory_limit": least_memory(step, args, count)} if short else {}
+        limit: dict[str, Any] = {"memory_limit": least_memory(step, args, count)} if short else {}
         plan = shardplan.agree(step, *args, cluster=CPUS, **options(count), **limit)
         run_step = plan.jit(step)
         state, *rest = plan.put(args)

@@ -198,6 +198,20 @@ def test_a_loop_that_depends_on_no_gradient_is_a_chunk_after_a_backward_pass_too
     assert verify(plan, step, args).passed
 
 
+def test_a_loop_over_weights_alone_is_no_chunk() -> None:
+    """As a norm of the old weights, layer by layer, that a step reports."""
+
+    def step(w: Tree, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        norm = jax.lax.scan(lambda total, up: (total + jnp.sum(up**2), None), 0.0, w["blocks"]["up"])[0]
+        return descended(w, gradients), (value, norm)
+
+    args = weights(), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    plan: Any = shardplan.plan(step, *args, cluster="4", microbatches=2, axes={"stage": 2})
+    assert plan.chunks == (0, 1)
+    assert verify(plan, step, args).passed
+
+
 def test_an_opaque_kernel_in_layers_may_run_whole_in_stages() -> None:
     kernel = Primitive("layer_kernel")
     kernel.def_abstract_eval(lambda x: x)

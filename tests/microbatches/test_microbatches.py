@@ -19,6 +19,20 @@ from shardplan.verify.verify import verify
 from tests.machines import machine
 
 
+def test_equal_ops_of_two_loops_are_not_shared() -> None:
+    """Their values belong to the loops that compute them."""
+
+    def step(w: jax.Array, c: jax.Array, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        for _ in range(2):
+            w = jax.lax.fori_loop(0, 3, lambda _, w: w - 0.01 * jnp.tanh(c) * gradient, w)
+        return w, value
+
+    args = jnp.eye(8), jnp.ones((8, 8)), jnp.arange(64.0).reshape(8, 8) / 64
+    plan = shardplan.plan(step, *args, cluster="2", microbatches=2, batch_argnums=2)
+    assert verify(plan, step, args).passed
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_step_in_microbatches_trains_as_at_once(count: int) -> None:
     step, args = mlp.train_step(concrete=True)

@@ -25,7 +25,7 @@ from shardplan.regions.buffers import most_held, peak_bytes
 from shardplan.regions.dispatch import dispatched
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
-from shardplan.regions.tasks import GroupMesh, Piece, PlacedTaskGraph, Task, Transfer
+from shardplan.regions.tasks import WHOLE, GroupMesh, Piece, PlacedTaskGraph, Task, Transfer
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import stage_groups
 from shardplan.verify.verify import verify
@@ -90,6 +90,16 @@ def tied() -> tuple[Any, tuple[Any, ...]]:
 def test_tied_embeddings_and_a_clipped_norm_cross_stages() -> None:
     step, args = tied()
     assert verify(pipeline(step, args, "2x2:eager", 2, stage=2), step, args).passed
+
+
+def test_a_tied_weight_s_gradients_cross_once_a_step() -> None:
+    """Each stage adds up its own terms; their sums meet behind the loop over microbatches."""
+    step, args = gpt.train_step(layers=4, tied=True)
+    plan = pipeline(step, args, "2x4", 4, stage=2)
+    graph = plan.placed.graph
+    table = max(shape for t in graph.tensors if len(shape := t.shape) == 2 and shape[0] == 256)
+    sent = Counter(m.key[1] for m in graph.transfers if m.target == 0 and graph.tensors[m.key[0]].shape == table)
+    assert set(sent) == {WHOLE}
 
 
 def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> None:
@@ -217,6 +227,29 @@ def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> 
     assert plan.step_time_s > free.step_time_s
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
+
+
+def test_a_limit_below_the_fastest_plan_costs_no_more_than_a_lower_one() -> None:
+    """The groups are planned again within less, as the schedule and not a group is what the limit slows."""
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = batch[0]
+            for w in params:
+                hidden = jnp.tanh(hidden @ w["w"] + w["b"])
+            return jnp.mean((hidden - batch[1]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = [{"w": jax.random.normal(k, (32, 32)) / 6, "b": jnp.zeros(32)} for k in keys]
+    batch = jnp.ones((256, 32)), jnp.ones((256, 32))
+    asked: dict[str, Any] = {"cluster": "2x4", "axes": {"stage": 2}, "microbatches": 8}
+    free = shardplan.plan(step, params, batch, **asked)
+    below = shardplan.plan(step, params, batch, **asked, memory_limit=free.peak_bytes * 22 // 23)
+    lower = shardplan.plan(step, params, batch, **asked, memory_limit=free.peak_bytes * 4 // 5)
+    assert below.step_time_s < 1.05 * lower.step_time_s
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -246,7 +246,9 @@ class Constants:
     refinement_gain: float = 0.005
     """Where tables are large, a search over four factors or more takes seconds. So a factoring of three factors or more whose
     optimum is not proved is split further only if it gained this fraction over the one that it splits; and once the best with so
-    many factors does not gain this over the best with one fewer, no more of them are searched. Choice."""
+    many factors does not gain this over the best with one fewer, no more of them are searched. For the same reason nothing is
+    searched within the memory limit where less than this can be gained: over a factoring whose best without a limit gains no more
+    over the best that fits, or for other numbers of microbatches in flight. Choice."""
     most_layouts: int = 5_000
     """The most layouts of one value: the tables of a resharding have an entry for each pair, 8 bytes each."""
     factorings_tried: int = 8

@@ -116,6 +116,11 @@ class _Search:
         """Whether a factoring gained enough over another to be refined in turn."""
         return better(self.found[finer], self.found[coarser], self.wanted.memory, gain=CONSTANTS.refinement_gain)
 
+    def _worth_s(self) -> float:
+        """The seconds that a factoring must beat to be worth the search for a solution within the memory limit."""
+        fitting = [o.best.seconds for _, o in self.found.values() if o.best.fits(self.wanted.memory)]
+        return min(fitting, default=math.inf) * (1 - CONSTANTS.refinement_gain)
+
     def _merge(self) -> Stopped:
         """Merges neighbouring factors of a level that no layout keeps apart, where that is no slower."""
         best = self._fastest()
@@ -156,6 +161,7 @@ class _Search:
             observer=tell,
             starts=starts,
             offer=lambda outcome: self._offer((problem, outcome)),
+            worth_s=self._worth_s(),
         )
         problem.tidy()
         self.found[factors] = problem, outcome

@@ -198,7 +198,7 @@ def _best(points: Sequence[_Point], k: float, wanted: Wanted) -> Found:
         outcome,
         others=tuple((p.found[0], replace(p.found[1], exact=False)) for p in rest),
         tried=_tried(points, every),
-        limit_costs=any(p.found[1].limit_costs for p in points),
+        limit_costs=max(p.found[1].limit_costs for p in points),
         exact=outcome.exact and cheapest and best is last and best.met(k),
         stopped=stopped,
     )

@@ -31,7 +31,7 @@ def recomputed(searcher: Searcher, program: Program) -> Planned:
     unfinished = Remat(note="the search was interrupted before")
     plain = searcher.planned(program, graph, _part(searcher.wanted, 0, 0.4, half=True), unfinished)
     outcome = plain.found[1]
-    if not outcome.limit_costs and not outcome.stopped:
+    if outcome.limit_costs == 0 and not outcome.stopped:
         return _annotated(plain, None, "the memory limit costs nothing")
     parts = _all_parts(program, graph)
     if not parts:

@@ -18,13 +18,15 @@ from shardplan.planning.wanted import Found, Generator, Known, Planned, Wanted, 
 from shardplan.remat import Remat
 from shardplan.search.coarsening.coarsen import Coarse, coarsen
 from shardplan.search.coarsening.variables import OneChoice
+from shardplan.search.problem.problem import Problem
 from shardplan.search.strategy.pins import Pins, all_or_none_pinned
 
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
     """Searches programs of one step under the same conditions. ``replicate`` as in `shardplan.plan`; ``shared`` is its
-    ``one_choice``, or None for "auto". Its results are offered to ``fallback``.
+    ``one_choice``, or None for "auto". Its results are offered to ``fallback``. ``like`` is a problem on such a
+    cluster, also of another program: its prices of collectives are shared.
     """
 
     replicate: Sequence[str]
@@ -32,6 +34,7 @@ class Searcher:
     cluster: Cluster
     wanted: Wanted
     fallback: Fallback = field(default_factory=Fallback)
+    like: Problem | None = None
 
     def plain(self, program: Program) -> Planned:
         """The best plan of the unchanged step."""
@@ -62,7 +65,7 @@ class Searcher:
             return self._among(graph, coarse, wanted)
         found = self._among(graph, tied, _in_half(wanted, 0.0))
         problem, outcome = found
-        if outcome.stopped or not outcome.limit_costs:
+        if outcome.stopped or outcome.limit_costs == 0:
             return found
         again = replace(_in_half(wanted, 0.5), factors=problem.factors)
         loose = self._among(graph, coarse, again)
@@ -72,7 +75,7 @@ class Searcher:
 
     def _among(self, graph: Graph, coarse: Coarse, wanted: Wanted) -> Found:
         """The best outcome over all candidates, for the given variables."""
-        generate, known = generator_of(wanted), Known()
+        generate, known = generator_of(wanted), Known() if self.like is None else {self.like.factors: self.like}
 
         def search(at: Wanted) -> Found:
             return generate(graph, coarse, self.cluster, at, known)

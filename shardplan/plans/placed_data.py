@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from shardplan.collectives.reshard import Programs, Resharder
@@ -16,6 +16,7 @@ from shardplan.regions.issues import Dispatch
 from shardplan.regions.segment_plans import GroupChoices
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.search.inference.anytime import Stopped
+from shardplan.search.problem.problem import Problem
 
 Number = Annotated[int, Least(0)]
 
@@ -96,16 +97,21 @@ def conditions(data: PlanData | PlacedData) -> PlanData:
     return data.groups[0] if isinstance(data, PlacedData) else data
 
 
-def group_choices(plans: Sequence[PlanData]) -> tuple[GroupChoices, ...]:
-    """The choices of the plans of groups."""
-    known: dict[tuple[str, tuple[Factor, ...]], Programs] = {}
+def group_choices(plans: Sequence[PlanData], problems: Iterable[Problem] = ()) -> tuple[GroupChoices, ...]:
+    """The choices of the plans of groups. ``problems`` are those that were searched for them, whose prices are shared."""
+    known = {_network(p.cluster, p.factors): p.programs for p in problems if p.objective.counts_time}
     found: list[GroupChoices] = []
     for p in plans:
-        key = p.cluster.fingerprint(), p.factors
+        key = _network(p.cluster, p.factors)
         if key not in known:
             known[key] = Programs(Resharder(Network(p.cluster, p.factors), [f.size for f in p.factors]))
         found.append(GroupChoices(p.cluster, p.factors, p.choices, p.time_model == "overlap", known[key]))
     return tuple(found)
+
+
+def _network(cluster: Cluster, factors: tuple[Factor, ...]) -> tuple[str, tuple[Factor, ...]]:
+    """Equal for groups whose collectives take equally long."""
+    return replace(cluster, name="group").fingerprint(), factors
 
 
 def issued_rows(graph: PlacedTaskGraph, dispatch: Dispatch) -> tuple[IssuedRow, ...]:

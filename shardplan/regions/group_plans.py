@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.errors import MemoryLimitError
@@ -11,6 +12,7 @@ from shardplan.ir import Factor, Layout
 from shardplan.mesh import Cluster
 from shardplan.mesh.groups import group_cluster
 from shardplan.planning.fallback import Fallback
+from shardplan.planning.likewise import planned_likewise
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.splits import work_of
@@ -23,7 +25,8 @@ from shardplan.search.inference import anytime
 @dataclass(frozen=True, slots=True)
 class GroupPlanner:
     """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` maps a
-    tensor to the array that it is a part of: all parts of an array have one layout, in all groups.
+    tensor to the array that it is a part of: all parts of an array have one layout, in all groups. ``before`` are the plans
+    of the same groups under other conditions, if there are any.
     """
 
     groups: Sequence[Group]
@@ -33,6 +36,7 @@ class GroupPlanner:
     donated: frozenset[int]
     origin: str
     arrays: Mapping[int, int]
+    before: Sequence[Made] = ()
 
     def made(self) -> tuple[Made, ...]:
         """The plan of each group's program. After an interrupt, the groups that are left get their first plans.
@@ -51,7 +55,7 @@ class GroupPlanner:
         refused: list[MemoryLimitError] = []
         for n in range(len(self.groups)):
             try:
-                found.append(self._plan(n, self.searcher.wanted, cut_short=_interrupted(found)))
+                found.append(self._plan(n, self.searcher.wanted, found, cut_short=_interrupted(found)))
             except MemoryLimitError as error:
                 refused.append(error)
         if refused:
@@ -65,24 +69,23 @@ class GroupPlanner:
         order = sorted(range(len(self.groups)), key=lambda n: -self._flops(n))
         for n in order:
             try:
-                lead = self._plan(n, self.searcher.wanted, cut_short=_interrupted(tried))
+                lead = self._lead(n, cut_short=_interrupted(tried))
             except MemoryLimitError:
                 self._each()  # of all groups, the one that needs the most memory decides the error
                 raise
             tried.append(lead)
-            factors, layouts = self._array_layouts(n, lead)
-            made = [lead] * len(self.groups)
+            pinned, made = self._pinned(n, lead), {n: lead}
             try:
                 for g in order:
                     if g != n:
-                        made[g] = self._pinned(g, factors, dict(layouts), cut_short=_interrupted(tried))
+                        made[g] = self._plan(g, pinned[g], tuple(made.values()), cut_short=_interrupted(tried))
                         tried.append(made[g])
             except MemoryLimitError as error:
                 refused.append(error)
                 continue
-            if _interrupted(tried) and not _interrupted(made):  # that plan was refused
+            if _interrupted(tried) and not _interrupted(made.values()):  # that plan was refused
                 made[0] = replace(made[0], stopped="interrupted")
-            return tuple(made)
+            return tuple(made[g] for g in range(len(self.groups)))
         raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
 
     def _flops(self, group: int) -> float:
@@ -96,15 +99,19 @@ class GroupPlanner:
             most.limit_bytes, most.smallest_bytes, detail=most.detail, unfinished=unfinished, grouped=True, origin=self.origin
         )
 
-    def _pinned(self, group: int, factors: tuple[Factor, ...], layouts: Mapping[int, Layout], *, cut_short: bool) -> Made:
-        """The plan of a group over these factors with these layouts of its arrays."""
-        part, names = self.parts[group], [f.name for f in factors]
-        pins = {
-            glob.escape(path): layouts[self.arrays[t]].entries(names)
-            for t, path in zip(part.inputs, part.program.input_paths, strict=True)
-            if self.arrays.get(t) in layouts
-        }
-        return self._plan(group, replace(self.searcher.wanted, pins=pins, factors=factors), cut_short=cut_short)
+    def _pinned(self, group: int, lead: Made) -> list[Wanted]:
+        """For each group, the conditions of its search: over the factors of one group, in the layouts of its arrays."""
+        factors, rows = self._array_layouts(group, lead)
+        names, layouts = [f.name for f in factors], dict(rows)
+        pins = (
+            {
+                glob.escape(path): layouts[self.arrays[t]].entries(names)
+                for t, path in zip(part.inputs, part.program.input_paths, strict=True)
+                if self.arrays.get(t) in layouts
+            }
+            for part in self.parts
+        )
+        return [replace(self.searcher.wanted, pins=own, factors=factors) for own in pins]
 
     def _array_layouts(self, group: int, made: Made) -> tuple[tuple[Factor, ...], tuple[tuple[int, Layout], ...]]:
         """A group's factors, and the layout of each of its arrays that is searched."""
@@ -117,18 +124,40 @@ class GroupPlanner:
         )  # fmt: skip
         return session.problem.factors, tuple(found)
 
-    def _plan(self, group: int, wanted: Wanted, *, cut_short: bool) -> Made:
-        part = self.parts[group]
-        donated = frozenset(n for n, t in enumerate(part.inputs) if t in self.donated)
-        wanted = replace(wanted, best=anytime.unheard, donated=donated)
-        if cut_short:
-            wanted = replace(wanted, deadline=anytime.now_s())
-        cluster = group_cluster(self.cluster, self.groups[group])
-        here = replace(self.searcher, cluster=cluster, wanted=wanted, fallback=Fallback())
-        made = planned(part.program, here, self.origin, recompute=False)
+    def _lead(self, group: int, *, cut_short: bool) -> Made:
+        """The plan of the group that decides the layouts of arrays: over the factors that it had under other conditions, or over
+        others where nothing fits over these.
+        """
+        if self.before and not cut_short:
+            factors = self.before[group].session.problem.factors
+            with contextlib.suppress(MemoryLimitError):
+                return self._plan(group, replace(self.searcher.wanted, factors=factors), (), cut_short=False)
+        return self._plan(group, self.searcher.wanted, (), cut_short=cut_short)
+
+    def _plan(self, group: int, wanted: Wanted, others: Sequence[Made], *, cut_short: bool) -> Made:
+        """The plan of a group: that of another group whose program is equal, where it fits, or the best that a search finds."""
+        searcher, program = self._searcher(group, wanted, others, cut_short=cut_short), self.parts[group].program
+        for other in others:
+            if (made := planned_likewise(program, searcher, other)) is not None:
+                return made
+        made = planned(program, searcher, self.origin, recompute=False)
         made.session.problem.tidy(0)  # explanations need the problem, once for each group
         return made
 
+    def _searcher(self, group: int, wanted: Wanted, others: Sequence[Made], *, cut_short: bool) -> Searcher:
+        """What searches the program of a group: from its plan under other conditions, with the prices of other groups."""
+        donated = frozenset(n for n, t in enumerate(self.parts[group].inputs) if t in self.donated)
+        wanted = replace(wanted, best=anytime.unheard, donated=donated)
+        if cut_short:
+            wanted = replace(wanted, deadline=anytime.now_s())
+        known = [self.before[group], *others] if self.before else others
+        if self.before and (found := self.before[group].planned.found)[0].factors == wanted.factors:
+            wanted = replace(wanted, again={wanted.factors: found})
+        cluster = group_cluster(self.cluster, self.groups[group])
+        problems = (own.session.problem for own in known)
+        like = next((p for p in problems if p.shares_prices(cluster, wanted.objective)), None)
+        return replace(self.searcher, cluster=cluster, wanted=wanted, fallback=Fallback(), like=like)
 
-def _interrupted(found: Sequence[Made]) -> bool:
+
+def _interrupted(found: Iterable[Made]) -> bool:
     return any(own.stopped == "interrupted" for own in found)

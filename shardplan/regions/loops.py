@@ -242,7 +242,7 @@ class LoopSplit:
         params = {**self.loop.params, "num_consts": consts, "num_carry": len(carried)}
         trips = self.loop.trips
         loop = replace(self.loop, inputs=tuple(loop_inputs), outputs=outputs, params=params, bodies=(body.program,), trips=trips)
-        before, after = (self._ops_of(split, group) for split in (self.before, self.after))
+        before, after = (self._ops_of(split, group, loop) for split in (self.before, self.after))
         held = [t for t in self.program.inputs if self.held[t] == group]
         received = [*self.received(group), *(t for t in loop.tensors if t >= stacks)]
         makes = [t for split in (self.before, self.after) for n, s in enumerate(split.segments) if s.group == group
@@ -271,10 +271,10 @@ class LoopSplit:
         ids = {i for n in own for i in self.inside.segments[n].ops}
         return self.inside.part(ids, (*whole, *carries, *slices, *received), (*out, *makes))
 
-    def _ops_of(self, split: StepSplit, group: int) -> list[Op]:
+    def _ops_of(self, split: StepSplit, group: int, loop: Op) -> list[Op]:
         own = {i for s in split.segments if s.group == group for i in s.ops}
         wanted = [t for n, s in enumerate(split.segments) if s.group == group for t in split.boundaries[n].makes]
-        wanted += [t for t in self.loop.tensors if t in self.free]
+        wanted += [t for t in loop.tensors if t in self.free]
         return split.with_free(own, wanted)
 
     def _numbered(self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int]) -> GroupProgram:

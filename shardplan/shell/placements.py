@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, assert_never, runtime_checkable
 
+from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_orders import one_f_one_b
 from shardplan.dag.pipelines import folded, looped
 from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, ShardplanError
@@ -149,8 +150,11 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     each = len(chunks) // len(groups)
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
 
+    before: tuple[Made, ...] = ()
+
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
-        plan, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers)
+        nonlocal before
+        plan, before, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before)
         return plan, short and in_flight == few != one
 
     few, one = one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)
@@ -202,9 +206,11 @@ def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
     return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(stages))
 
 
-def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None) -> tuple[PlacedPlan, bool]:
-    """(the plan of a step with the ops of each group planned together, whether the memory limit costs time in a group or in the
-    schedule).
+def _plan(
+    asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None, before: Sequence[Made] = ()
+) -> tuple[PlacedPlan, tuple[Made, ...], bool]:
+    """(the plan of a step with the ops of each group planned together, the groups' plans, whether the memory limit costs enough
+    time in a group or in the schedule to plan again). ``before`` as in `GroupPlanner`.
     """
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
@@ -213,7 +219,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
             inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
-    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers)
+    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers, before)
     data = PlacedData(
         origin=origin,
         cluster=asked.searcher.cluster,
@@ -231,7 +237,7 @@ def _plan(asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None)
         stopped=_first_stop(plans),
     )
     sessions = tuple(own.session for own in made)
-    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), short
+    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), made, short
 
 
 class _Tried(NamedTuple):
@@ -244,8 +250,11 @@ class _Tried(NamedTuple):
     free_peak: int
 
 
-def _fitting(asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None) -> tuple[_Tried, bool]:
-    """(the plans of groups with the fastest step that fits, whether the memory limit costs time).
+def _fitting(
+    asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None, before: Sequence[Made]
+) -> tuple[_Tried, bool]:
+    """(the plans of groups with the fastest step that fits, whether the memory limit costs enough time to plan again).
+    ``before`` as in `GroupPlanner`.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -255,27 +264,29 @@ def _fitting(asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
     limit, parts, cluster = asked.searcher.wanted.memory, group_parts(cut), asked.searcher.cluster
 
-    def within(memory: int) -> _Tried:
+    def within(memory: int, before: Sequence[Made]) -> _Tried:
         searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
-        made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays).made()
+        made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays, before).made()
         plans = tuple(plan_data(asked, own) for own in made)
-        graph = graph_of(cut, group_choices(plans), asked.searcher.replicate, owned)
+        choices = group_choices(plans, (own.session.problem for own in made))
+        graph = graph_of(cut, choices, asked.searcher.replicate, owned)
         dispatch, free = dispatched_beside(graph, machine_of(cluster), limit)
         return _Tried(made, plans, step_of(cut, graph, dispatch, layers), peak_bytes(graph, dispatch), free)
 
-    tried = [within(limit)]
+    tried = [within(limit, before)]
     if (free := tried[0].free_peak) > limit:  # groups may share devices, and hold more in that order than their own programs do
         most = max(plan.peak_bytes for plan in tried[0].plans)
         share = most * limit // free  # with this much for each group, that order fits if it needs in proportion
         for memory in (share, (share + most) // 2):
             with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
-                tried.append(within(memory))
+                tried.append(within(memory, tried[0].made))
                 break
     fitting = [own for own in tried if own.peak <= limit]
     if not fitting:
         raise MemoryLimitError(limit, min(own.peak for own in tried), grouped=True, origin=asked.limit.origin)
     best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
-    return best, free > limit or any(own.planned.found[1].limit_costs for own in best.made)
+    costs = max(own.planned.found[1].limit_costs for own in best.made)
+    return best, free > limit or costs >= CONSTANTS.refinement_gain
 
 
 def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:

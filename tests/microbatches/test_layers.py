@@ -17,6 +17,7 @@ from shardplan.errors import PlacementError
 from shardplan.frontend.trace import trace
 from shardplan.ir import Microbatches
 from shardplan.microbatches.layers import in_layer_parts, staged_program
+from shardplan.planning.wanted import Wanted
 from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.layer_parts import loop_in, part_in
 from shardplan.verify.verify import verify
@@ -284,13 +285,14 @@ def test_a_pipeline_of_a_loop_over_layers_trains_as_one_device(devices: list[Any
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The plans that are made with the layouts of another group, in the order in which they are made."""
     made: list[Any] = []
-    real = GroupPlanner._pinned
+    real = GroupPlanner._plan
 
-    def pinning(self: GroupPlanner, *args: Any, **options: Any) -> Any:
-        made.append(real(self, *args, **options))
-        return made[-1]
+    def planning(self: GroupPlanner, group: int, wanted: Wanted, *args: Any, **options: Any) -> Any:
+        found = real(self, group, wanted, *args, **options)
+        made.extend([found] if wanted.pins else [])
+        return found
 
-    monkeypatch.setattr(GroupPlanner, "_pinned", pinning)
+    monkeypatch.setattr(GroupPlanner, "_plan", planning)
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -59,8 +60,7 @@ class Problem:
         like: Problem | None = None,
         company: Company | None = None,
     ) -> None:
-        own = cluster, objective.counts_time
-        assert like is None or (like.cluster, like.objective.counts_time) == own, "prices of another problem"
+        assert like is None or like.shares_prices(cluster, objective), "prices of another problem"
         self.graph, self.coarse, self.cluster = graph, coarse, cluster
         self.objective = objective
         self.factors = tuple(factors)
@@ -86,6 +86,11 @@ class Problem:
         self._near: dict[tuple[int, int, Domain], Domain] = {}
         self._together: dict[tuple[int, Domain, Groups], Domain] = {}
         self.derived: dict[str, Any] = {}  # what others work out once for this problem
+
+    def shares_prices(self, cluster: Cluster, objective: Objective) -> bool:
+        """Whether a problem on this cluster with this objective has the same prices of collectives."""
+        alike = replace(self.cluster, name=cluster.name) == cluster
+        return alike and self.objective.counts_time == objective.counts_time
 
     def among(self, company: Company) -> Problem:
         """The same problem where so many bytes travel together."""

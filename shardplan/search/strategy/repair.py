@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,39 +39,63 @@ class _Move:
 
 def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: int) -> Solution | None:
     """``start`` with layouts changed until it fits, or None where ``repair_steps`` changes are not enough."""
-    current = start
+    current, known = start, _Savings(solver, domains)
     for _ in range(CONSTANTS.repair_steps):
         if current.fits(limit):
             return current
         excess = current.peak_bytes - limit
-        moves = list(_moves(solver, domains, current, excess))
+        moves = list(_moves(solver, known, current, excess))
         if not moves:
             return None
         best = min(moves, key=lambda m: (m.seconds / min(m.saved, excess), -m.saved, m.variable))
-        current = _moved(solver, current, best)
+        before, current = current, _moved(solver, current, best)
+        known.changed({best.variable, *(before.keep ^ current.keep)})
     return None
 
 
-def _moves(solver: Solver, domains: Sequence[Domain], current: Solution, excess: int) -> Iterator[_Move]:
+class _Savings:
+    """The states of variables that hold less than now, with what they cost; known until a variable that they meet changes."""
+
+    def __init__(self, solver: Solver, domains: Sequence[Domain]) -> None:
+        self._solver, self._domains = solver, domains
+        self._known: dict[int, tuple[Domain, NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def of(self, v: int, now: Solution) -> tuple[Domain, NDArray[np.float64], NDArray[np.float64]]:
+        """(the states in which less of a variable is held, the fraction that each saves, the seconds that each takes more)."""
+        if v not in self._known:
+            problem, here = self._solver.problem, now.states[v]
+            saved = memory.local_part(problem, v, here) - problem.local(v, self._domains[v])
+            less = tuple(itertools.compress(self._domains[v], (saved > 0).tolist()))
+            if less:
+                domains = [*self._domains[:v], (here, *less), *self._domains[v + 1 :]]
+                by_state = seconds_of_each(costs(self._solver, domains, now, (v,)))
+                self._known[v] = less, saved[saved > 0], by_state[1:] - by_state[0]
+            else:
+                self._known[v] = (), np.zeros(0), np.zeros(0)
+        return self._known[v]
+
+    def changed(self, variables: Collection[int]) -> None:
+        """These variables have other states now, or other copies kept."""
+        for s in (summand for v in variables for summand in self._solver.problem.around.get(v, ())):
+            for v in s.scope:
+                self._known.pop(v, None)
+
+
+def _moves(solver: Solver, known: _Savings, current: Solution, excess: int) -> Iterator[_Move]:
     problem, live, peak = solver.problem, solver.live, solver.peak_point(current)
     problem.tidy()
-    held = live.lifetimes.stored_at(peak, len(domains))[:-1]
+    held = live.lifetimes.stored_at(peak, len(current.states))[:-1]
     for life in live.lifetimes.of("copy"):
         if peak in life and life.holds(problem, current.states, current.keep):
             held[life.variable] += life.nbytes
     fractions = np.array([memory.local_part(problem, v, s) for v, s in enumerate(current.states)])
     largest: list[int] = np.argsort(-held * fractions, kind="stable")[: CONSTANTS.repair_variables].tolist()
     for v in largest:
-        own = float(fractions[v])
-        if held[v] * own < CONSTANTS.repair_share * excess:
+        if held[v] * fractions[v] < CONSTANTS.repair_share * excess:
             break
-        priced = costs(solver, domains, current, (v,))
-        by_state = seconds_of_each(priced)
-        now = by_state[domains[v].index(current.states[v])]
-        for state, seconds in zip(domains[v], by_state.tolist(), strict=True):
-            saved = held[v] * (own - memory.local_part(problem, v, state))
-            if saved > 0 and math.isfinite(seconds):
-                yield _Move(v, state, seconds - now, saved)
+        for state, saved, seconds in zip(*known.of(v, current), strict=True):
+            if math.isfinite(seconds) and held[v] > 0:
+                yield _Move(v, state, float(seconds), float(held[v] * saved))
     for life in live.lifetimes.of("kept"):
         v = life.variable
         if v in current.keep and peak in life:

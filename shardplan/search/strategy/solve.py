@@ -40,8 +40,8 @@ class Outcome:
     bytes found. ``stopped`` says what ended the search early: then ``best`` is the best so far, not ``exact``, and only the
     baselines solved by then are there. ``free`` is the best solution without a memory limit, ``tried`` are the factorings that a
     search over them came to, ``purposes`` those that the user has fixed for the factors. ``others`` are the outcomes of other
-    factorings that fit, fastest first: as scheduled, one of them may be faster. ``limit_costs``: over all factorings and
-    multipliers that were searched, the memory limit costs time.
+    factorings that fit, fastest first: as scheduled, one of them may be faster. ``limit_costs`` is the fraction
+    by which the memory limit makes the step slower, over all factorings and multipliers that were searched.
     """
 
     best: Solution
@@ -54,13 +54,19 @@ class Outcome:
     tried: tuple[Tried, ...] = ()
     purposes: tuple[Purpose, ...] = ()
     others: tuple[tuple[Problem, Outcome], ...] = ()
-    limit_costs: bool = False
+    limit_costs: float = 0.0
 
 
-def limit_costs(best: Solution, found: Sequence[Outcome], limit: int) -> bool:
-    """Whether the best of these outcomes is slower, under this limit, than the best of them without one."""
+def limit_costs(best: Solution, found: Sequence[Outcome], limit: int) -> float:
+    """The fraction by which the best of these outcomes is slower, under this limit, than the best of them without one; 0 for less
+    than ``least_gain``, infinite where the best does not fit.
+    """
+    if not best.fits(limit):
+        return math.inf
     free_s = min(outcome.free.seconds for outcome in found)
-    return not best.fits(limit) or best.seconds > free_s * (1 + CONSTANTS.least_gain)
+    if best.seconds <= free_s * (1 + CONSTANTS.least_gain):
+        return 0.0
+    return best.seconds / free_s - 1 if free_s > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +88,13 @@ def search(
     observer: Observer,
     starts: Sequence[Start] = (),
     offer: Callable[[Outcome], None] = ignored,
+    worth_s: float = math.inf,
 ) -> Outcome:
     """Solves within ``limit`` bytes per device. ``domains`` hold the pins. ``deadline`` is an instant of `anytime.now_s`.
 
     ``starts`` are solutions to improve on: the result is no worse than any of them. With three or more factors that are not
-    solved jointly, they take the place of the groupings.
+    solved jointly, they take the place of the groupings. Where the best solution without a limit takes ``worth_s`` or more and is
+    not proved, no time is spent on solutions within the limit: another problem has a better one.
 
     At the deadline it returns the best so far. The deadline waits until there is a solution (tables cannot be built in part). On
     an interrupt it offers the best so far, if that fits, and raises the interrupt.
@@ -99,7 +107,7 @@ def search(
     solver = Solver(problem, live, everything_cut(problem) if problem.objective.everything_split else None, watch)
     rivals = Rivals(solver)
     try:
-        outcome = _searched(solver, rivals, limit, domains, watch, starts)
+        outcome = _searched(solver, rivals, limit, domains, watch, starts, worth_s)
         observer("done", 1.0)
         return outcome
     except OutOfTimeError:
@@ -153,7 +161,13 @@ class _Free:
 
 
 def _searched(
-    solver: Solver, rivals: Rivals, limit: int, pinned: Sequence[Domain], watch: Watch, starts: Sequence[Start]
+    solver: Solver,
+    rivals: Rivals,
+    limit: int,
+    pinned: Sequence[Domain],
+    watch: Watch,
+    starts: Sequence[Start],
+    worth_s: float,
 ) -> Outcome:
     """The whole search; ``watch`` keeps the best solution so far."""
     problem = solver.problem
@@ -167,7 +181,9 @@ def _searched(
     best = free.best
     candidates = [best, *free.others, *known]
     smallest: Solution | None = None
-    if not best.fits(limit):
+    if not best.fits(limit) and not free.exact and best.seconds >= worth_s:
+        smallest = min(candidates, key=lambda s: s.peak_bytes)
+    elif not best.fits(limit):
         watch.tell("memory", 0.7)
         jointly = free.exact and not free.wide
         others = known or (free.levels.every if free.levels is not None else [])

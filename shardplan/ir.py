@@ -352,7 +352,8 @@ class Program:
 
     Tensor ids index ``tensors`` and are local to this program (a body numbers its own). ``constants`` pairs a tensor with its
     value (opaque). ``feedback[i]`` is the index of the input whose state output ``i`` replaces, or None. ``offloaded`` are the
-    inputs, by number, that lie in host memory, as do the outputs that replace them.
+    inputs, by number, that lie in host memory, as do the outputs that replace them. ``stacks`` are tensors whose slices along
+    dim 0 are arrays of their own when the program runs, as those of microbatches are in a pipeline: no layout splits that dim.
     """
 
     tensors: tuple[Tensor, ...]
@@ -364,6 +365,7 @@ class Program:
     output_paths: tuple[str, ...] = ()
     feedback: tuple[int | None, ...] = ()
     offloaded: frozenset[int] = frozenset()
+    stacks: frozenset[int] = frozenset()
 
     @property
     def hosted(self) -> frozenset[int]:

@@ -70,6 +70,7 @@ class _Flattener:
             self.begins,
             self.backend,
             program.offloaded,
+            frozenset(ids[t] for t in program.stacks),
         )
         return with_traffic(graph)
 

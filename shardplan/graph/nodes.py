@@ -232,7 +232,8 @@ class Graph:
     ``bodies`` maps each body's tensors to tensors of the graph; ``begins`` gives the first node after each body's start.
     ``carries`` gives for each scan carry, as a tensor inside the body, its initial value, its next value and its value after the
     loop. ``boundary`` holds the tensors by which values enter a loop's body. ``backend`` is what will run the plan.
-    ``offloaded`` are the inputs, by number, that lie in host memory, as do the outputs that replace them.
+    ``offloaded`` are the inputs, by number, that lie in host memory, as do the outputs that replace them. ``stacks`` are the
+    tensors whose dim 0 no layout splits (`shardplan.ir.Program`).
     """
 
     tensors: tuple[Tensor, ...]
@@ -250,6 +251,7 @@ class Graph:
     begins: Mapping[Where, int] = field(default_factory=dict[Where, int])
     backend: Backend = "explicit"
     offloaded: frozenset[int] = frozenset()
+    stacks: frozenset[int] = frozenset()
 
     @property
     def whole(self) -> tuple[str, ...]:

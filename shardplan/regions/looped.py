@@ -24,7 +24,7 @@ def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], donated: froz
     for b in builders:
         b.add(pieces, tasks)
     return PlacedTaskGraph(
-        tensors=(*split.program.tensors, *split.body.tensors),
+        tensors=(*split.program.tensors, *split.body.tensors, *_moved_stacks(split)),
         groups=tuple(b.mesh for b in builders),
         pieces=tuple(pieces),
         tasks=tuple(tasks),
@@ -33,6 +33,15 @@ def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], donated: froz
         results=tuple(None if at is None else Result(at[0], (at[1], WHOLE), at[2]) for at in split.after.results),
         donated=donated,
     )
+
+
+def _moved_stacks(split: LoopSplit) -> list[Tensor]:
+    """The stacks of the loop as they lie where microbatches are taken out of them or put into them: first those of the inputs of
+    its body, then those of its results. What is no stack has an empty tensor, so that each number says what it is.
+    """
+    ends = [*map(split.of_outer.get, split.body.inputs), *split.loop.outputs]
+    empty = Tensor(-1, (0,), "int8", 1)
+    return [split.program.tensors[t] if isinstance(t, int) else empty for t in ends]
 
 
 def _transfers(split: LoopSplit) -> list[Transfer]:
@@ -67,7 +76,9 @@ class _Names:
 
 class _Group:
     """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks, except for
-    ``shared`` ones: these are tensors of the step, in the same layouts there.
+    ``shared`` ones: these are tensors of the step, in the same layouts there. ``takes`` has, for each slice of the body, the
+    stack that it is taken from and the number of that stack where slices are taken without communication; ``makes`` has the same
+    for each result of the body and the stack that it is put into.
     """
 
     def __init__(self, split: LoopSplit, group: int, own: GroupChoices) -> None:
@@ -89,9 +100,20 @@ class _Group:
         self.inner = inner
         consts = ((t, split.of_outer[t]) for t in split.body.inputs[: split.consts] if t in inner)
         self.shared = {t: s for t, s in consts if isinstance(s, int) and inner[t] == layouts.get(s)}
-        self.mesh = GroupMesh(
-            split.groups[group], own.cluster, own.factors, layouts | {self.offset + t: at for t, at in inner.items()}
-        )
+        beyond = self.offset + len(split.body.tensors)
+        self.takes = {
+            t: (s, beyond + n)
+            for n, t in enumerate(split.body.inputs)
+            if n >= split.consts + split.carries and t in inner and isinstance(s := split.of_outer[t], int)
+        }
+        self.makes = {
+            o: (t, beyond + len(split.body.inputs) + n)
+            for n, (t, o) in enumerate(zip(split.loop.outputs, split.body.outputs, strict=True))
+            if n >= split.carries and isinstance(o, int) and split.held[t] == group
+        }
+        stacks = {number: self._stacked(t) for own in (self.takes, self.makes) for t, (_, number) in own.items()}
+        within = {self.offset + t: at for t, at in inner.items()}
+        self.mesh = GroupMesh(split.groups[group], own.cluster, own.factors, layouts | within | stacks)
 
     def _even(self, layout: Layout | None, tensor: Tensor) -> Layout | None:
         """A layout in which a value crosses between pieces: dims that do not divide are whole."""
@@ -102,6 +124,11 @@ class _Group:
             ways = math.prod(self.own.factors[f].size for f in factors)
             dims.append(factors if n % ways == 0 else ())
         return replace(layout, dims=tuple(dims))
+
+    def _stacked(self, t: int) -> Layout | None:
+        """The layout of a stack of values of the body, each of which lies as it does there."""
+        at = self.inner[t]
+        return None if at is None else replace(at, dims=((), *at.dims))
 
     def add(self, pieces: list[Piece], tasks: list[Task]) -> None:
         """Adds everything that the group runs."""
@@ -194,10 +221,28 @@ class _Group:
             if t in sliced:
                 slices.setdefault(self._first_reader(t), []).append(t)
         for chunk, own in sorted(slices.items()):
-            outer = [s for t in own if isinstance(s := split.of_outer[t], int)]
+            outer = [self._stack_of(t, pieces, tasks) for t in own]
             name, made = f"microbatch of group {self.group}", tuple(offset + t for t in own)
             tasks += [Task(len(pieces), k, _whole(outer), tuple((t, k) for t in made)) for k in range(split.count)]
             pieces.append(Piece(name, self.group, tuple(outer), made, "slice", kind="forward", chunk=chunk))
+
+    def _stack_of(self, t: int, pieces: list[Piece], tasks: list[Task]) -> int:
+        """The stack that slices are taken from; it is moved first where it lies in another layout."""
+        stack, moved = self.takes[t]
+        if self.mesh.layouts.get(stack) == self.mesh.layouts[moved]:
+            return stack
+        self._move(f"batch of group {self.group}", stack, (stack, moved), pieces, tasks)
+        return moved
+
+    def _move(self, name: str, stack: int, ends: tuple[int, int], pieces: list[Piece], tasks: list[Task]) -> None:
+        """Moves a stack of the step from the layout of one number to that of another."""
+        number = self.names.outer[stack]
+        ins, outs = ({number: self.mesh.layouts[end]} for end in ends)
+        names = ends[:1], ends[1:]
+        piece = segment_piece(
+            name, self.group, self._outer(set(), (stack,), (stack,)), names, self.own, Ends(ins, outs), self.replicate
+        )
+        self._task(piece, _whole(names[0]), _whole(names[1]), pieces, tasks)
 
     def _first_reader(self, t: int) -> int:
         """The first chunk of the group that reads a slice."""
@@ -275,10 +320,13 @@ class _Group:
                 Ends(ends.ins, outs), self.replicate,
             )  # fmt: skip
             self._task(piece, [(offset + t, split.count) for t in carried], _whole(outer), pieces, tasks)
-        for t, o in list(zip(split.loop.outputs, split.body.outputs, strict=True))[split.carries :]:
-            if isinstance(o, int) and split.held[t] == self.group:
-                piece = Piece(f"stack of group {self.group}", self.group, (offset + o,) * split.count, (t,), "stack")
-                self._task(piece, [(offset + o, k) for k in range(split.count)], _whole((t,)), pieces, tasks)
+        for o, (stack, made) in self.makes.items():
+            alike = self.mesh.layouts.get(stack) == self.mesh.layouts[made]
+            end = stack if alike else made
+            piece = Piece(f"stack of group {self.group}", self.group, (offset + o,) * split.count, (end,), "stack")
+            self._task(piece, [(offset + o, k) for k in range(split.count)], _whole((end,)), pieces, tasks)
+            if not alike:
+                self._move(f"results of group {self.group}", stack, (made, stack), pieces, tasks)
 
 
 def _whole(tensors: Sequence[int]) -> tuple[Key, ...]:

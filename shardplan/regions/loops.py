@@ -8,7 +8,7 @@ once where that pays. A stack is as long as the microbatches of its value that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -249,7 +249,8 @@ class LoopSplit:
                  for t in split.boundaries[n].makes]  # fmt: skip
         results = tuple(dict.fromkeys((*makes, *outputs)))
         ops = (*before, *((loop,) if body.program.ops else ()), *(op for op in after if op not in before))
-        return self._numbered(group, ops, (*held, *received), results), body
+        stacked = {t for t in (*loop.inputs[consts + len(carried) :], *outputs[len(carried) :]) if isinstance(t, int)}
+        return self._numbered(group, ops, (*held, *received), results, stacked), body
 
     def _ordered(self, inside: GroupProgram, group: int) -> GroupProgram:
         """The body of a group's loop. It takes values of the whole step, carries, and slices; it gives carries and stacks."""
@@ -277,8 +278,10 @@ class LoopSplit:
         wanted += [t for t in loop.tensors if t in self.free]
         return split.with_free(own, wanted)
 
-    def _numbered(self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int]) -> GroupProgram:
-        """A program of these ops of a group with its tensors numbered anew."""
+    def _numbered(
+        self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int], stacked: Collection[int]
+    ) -> GroupProgram:
+        """A program of these ops of a group with its tensors numbered anew; ``stacked`` are those that the loop takes apart."""
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
         paths = dict(zip(self.program.inputs, self.program.input_paths, strict=True))
@@ -305,6 +308,7 @@ class LoopSplit:
             input_paths=tuple(paths.get(t, f"received: value {t}") for t in inputs),
             output_paths=tuple(names.get(t, f"handed on: value {t}") for t in outputs),
             feedback=tuple(place.get(back[t]) if t in back else None for t in outputs),
+            stacks=frozenset(number[t] for t in stacked if t in number),
         )
         return GroupProgram(program, tensors)
 

@@ -252,6 +252,20 @@ def test_a_limit_below_the_fastest_plan_costs_no_more_than_a_lower_one() -> None
     assert below.step_time_s < 1.05 * lower.step_time_s
 
 
+def test_a_microbatch_is_taken_out_of_a_batch_without_communication() -> None:
+    """Within this memory, plans that hold each microbatch on some of the devices were the fastest. XLA moves it to the others."""
+    step, args = mlp.train_step(layers=4, width=32, inputs=512, classes=16, batch=256)
+    asked: dict[str, Any] = {"cluster": "2x4", "axes": {"stage": 2}, "microbatches": 8}
+    free = shardplan.plan(step, *args, **asked)
+    plan = cast(PlacedPlan, shardplan.plan(step, *args, **asked, memory_limit=free.peak_bytes * 4 // 5))
+    stacks = [(s.decisions.layouts[t], s.graph.tensors[t]) for s in plan._sessions for t in s.graph.stacks]
+    assert len(stacks) > 2
+    assert all(layout is None or not layout.dims[0] for layout, _ in stacks)
+    assert any(layout is not None and layout.used for layout, _ in stacks), "other dims are cut"
+    found = verify(plan, step, args)
+    assert found.passed, found
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_donated_state_is_held_once(scan: bool) -> None:
     """The update takes the buffers of the state, and the loop over microbatches reads the weights where they are."""

@@ -116,15 +116,20 @@ class Problem:
         """Every layout that each variable may have.
 
         The program's inputs and outputs must divide evenly, all other tensors may be padded. Only deferred ones may be partial.
+        Stacks are whole along their first dim.
         """
-        memo: dict[tuple[tuple[int, ...], bool, bool], Domain] = {}
+        memo: dict[tuple[tuple[int, ...], bool, bool, bool], Domain] = {}
         ends = {self.coarse.of[t] for t in (*self.graph.inputs, *self.graph.outputs) if t >= 0}
+        stacks = {self.coarse.of[t] for t in self.graph.stacks if self.graph.tensors[t].shape[0] > 1}
         result: list[Domain] = []
         for variable in self.coarse.variables:
-            key = (variable.shape, variable.id in ends, variable.deferred)
+            key = (variable.shape, variable.id in ends, variable.deferred, variable.id in stacks)
             if key not in memo:
                 legal = self.resharder.legal(variable.shape, pad=not key[1])
                 space = self.resharder.space(variable.shape)
+                if key[3]:
+                    first = next(d for d, n in enumerate(variable.shape) if n > 1)
+                    legal = legal & ~(space.roles == first).any(axis=1)
                 memo[key] = tuple(s for s in (space.deferred if variable.deferred else space.stored) if legal[s])
             result.append(memo[key])
         return tuple(result)

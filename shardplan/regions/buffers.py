@@ -26,6 +26,11 @@ def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside:
     return _most_held(graph, dispatch, group, reused(graph, dispatch), inside=inside)
 
 
+def argument_bytes(graph: PlacedTaskGraph, group: int) -> int:
+    """The bytes of the step's arguments on one device of a group."""
+    return sum(_local_bytes(graph, group, key[0]) for g, key in graph.inputs if g == group)
+
+
 def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, int]]:
     """By piece: the positions of the arguments whose buffers its results take, with the positions of these results.
 

@@ -26,7 +26,8 @@ from shardplan.search.inference import anytime
 class GroupPlanner:
     """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` maps a
     tensor to the array that it is a part of: all parts of an array have one layout, in all groups. ``before`` are the plans
-    of the same groups under other conditions, if there are any.
+    of the same groups under other conditions, if there are any. Unless ``names_least``, the first group that does not fit ends
+    planning: the error names the bytes that this one needs, where another may need more.
     """
 
     groups: Sequence[Group]
@@ -37,6 +38,7 @@ class GroupPlanner:
     origin: str
     arrays: Mapping[int, int]
     before: Sequence[Made] = ()
+    names_least: bool = True
 
     def made(self) -> tuple[Made, ...]:
         """The plan of each group's program. After an interrupt, the groups that are left get their first plans.
@@ -58,6 +60,8 @@ class GroupPlanner:
                 found.append(self._plan(n, self.searcher.wanted, found, cut_short=_interrupted(found)))
             except MemoryLimitError as error:
                 refused.append(error)
+                if not self.names_least:
+                    break
         if refused:
             raise self._refusal(refused, max(refused, key=lambda error: error.smallest_bytes))
         return tuple(found)
@@ -71,7 +75,8 @@ class GroupPlanner:
             try:
                 lead = self._lead(n, cut_short=_interrupted(tried))
             except MemoryLimitError:
-                self._each()  # of all groups, the one that needs the most memory decides the error
+                if self.names_least:
+                    self._each()  # of all groups, the one that needs the most memory decides the error
                 raise
             tried.append(lead)
             pinned, made = self._pinned(n, lead), {n: lead}

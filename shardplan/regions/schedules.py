@@ -84,8 +84,8 @@ def restricted(graph: PlacedTaskGraph, waiting: Sequence[Waiting]) -> Iterator[l
     """The same tasks with fewer microbatches in flight than there are, and in the orders of pipelines; none without microbatches.
 
     A limit is ``slack`` times as many microbatches as chunks follow a chunk, itself included (1F1B: Narayanan et al. 2021,
-    section 2.2), or as many for all chunks (ZB-H1: Qi et al. 2023, section 2.3). Orders are those of the literature and, for each
-    limit, the best found for the seconds of the chunks (`shardplan.dag.pipeline_search`).
+    section 2.2), as many for all chunks (ZB-H1: Qi et al. 2023, section 2.3), or the smaller of both. Orders are those of the
+    literature and, for each limit, the best found for the seconds of the chunks (`shardplan.dag.pipeline_search`).
     """
     chunks = chunks_of(graph)
     count = max((len(chunk.tasks) for chunk in chunks), default=0)
@@ -94,6 +94,7 @@ def restricted(graph: PlacedTaskGraph, waiting: Sequence[Waiting]) -> Iterator[l
     numbers = _numbers(count)
     limits = [tuple(min(slack * (len(chunks) - place), count) for place in range(len(chunks))) for slack in numbers]
     limits += [(most,) * len(chunks) for most in numbers if most < count]
+    limits += [tuple(min(most, n) for n in limits[0]) for most in numbers if most < limits[0][0]]
     for most in dict.fromkeys(limits):
         yield _limited(chunks, waiting, most)
     groups = sorted({chunk.group for chunk in chunks})

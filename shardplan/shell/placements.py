@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from shardplan.planning.planner import Made
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
 from shardplan.regions.assignment import Assignment, Group, on_devices
-from shardplan.regions.buffers import peak_bytes
+from shardplan.regions.buffers import argument_bytes, peak_bytes
 from shardplan.regions.cuts import Cut, cut_of, donated_tensors, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched_beside
 from shardplan.regions.group_plans import GroupPlanner
@@ -135,8 +136,9 @@ def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: 
 def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
     """The fastest plan that fits of a pipeline in these chunks, each on the group that ``chunks`` says.
 
-    Its stages are planned for as many microbatches in flight as 1F1B has; where memory is short so, also for one. If no schedule
-    fits these plans, they are planned for all microbatches at once. The deadline or an interrupt ends this with the best so far.
+    Its stages are planned for as many microbatches in flight as 1F1B has; where memory is short so, also for at most half as
+    many, as long as that is faster. If nothing fits, they are planned for all microbatches at once. The deadline or an interrupt
+    ends this with the best so far.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need.
@@ -151,14 +153,19 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     origin = f"{len(groups)} stages" + (f" of {each} chunks" if each > 1 else "")
 
     before: tuple[Made, ...] = ()
+    fastest_s = math.inf
 
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
-        nonlocal before
-        plan, before, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before)
-        return plan, short and in_flight == few != one
+        nonlocal before, fastest_s
+        last = in_flight is None or max(in_flight) == 1
+        plan, before, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before, names_least=last)
+        faster = plan.step_time_s < fastest_s * (1 - CONSTANTS.refinement_gain)
+        fastest_s = min(plan.step_time_s, fastest_s)
+        return plan, short and faster and not last
 
-    few, one = one_f_one_b(len(chunks), cut.count).most_held, (1,) * len(chunks)
-    return _fastest(planned, (*dict.fromkeys((few, one)), None))
+    few = one_f_one_b(len(chunks), cut.count).most_held
+    fewer = [tuple(min(n, max(few) >> halvings) for n in few) for halvings in range(max(few).bit_length())]
+    return _fastest(planned, (*dict.fromkeys(fewer), None))
 
 
 def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:
@@ -207,10 +214,17 @@ def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
 
 
 def _plan(
-    asked: Asked, cut: Cut, origin: str, layers: LayerParts | None = None, before: Sequence[Made] = ()
+    asked: Asked,
+    cut: Cut,
+    origin: str,
+    layers: LayerParts | None = None,
+    before: Sequence[Made] = (),
+    *,
+    names_least: bool = True,
 ) -> tuple[PlacedPlan, tuple[Made, ...], bool]:
     """(the plan of a step with the ops of each group planned together, the groups' plans, whether the memory limit costs enough
-    time in a group or in the schedule to plan again). ``before`` as in `GroupPlanner`.
+    time in a group or in the schedule to plan again). ``before`` and ``names_least`` as in
+    `GroupPlanner`.
     """
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
@@ -219,7 +233,7 @@ def _plan(
             inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
-    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers, before)
+    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers, before, names_least=names_least)
     data = PlacedData(
         origin=origin,
         cluster=asked.searcher.cluster,
@@ -251,10 +265,10 @@ class _Tried(NamedTuple):
 
 
 def _fitting(
-    asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None, before: Sequence[Made]
+    asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None, before: Sequence[Made], *, names_least: bool
 ) -> tuple[_Tried, bool]:
     """(the plans of groups with the fastest step that fits, whether the memory limit costs enough time to plan again).
-    ``before`` as in `GroupPlanner`.
+    ``before`` and ``names_least`` as in `GroupPlanner`.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -264,19 +278,21 @@ def _fitting(
     arrays = {} if layers is None else {program.inputs[part]: array for part, array in layers.arrays.items()}
     limit, parts, cluster = asked.searcher.wanted.memory, group_parts(cut), asked.searcher.cluster
 
-    def within(memory: int, before: Sequence[Made]) -> _Tried:
+    def within(memory: int, before: Sequence[Made], *, names_least: bool = False) -> _Tried:
         searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
-        made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays, before).made()
+        made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays, before, names_least).made()
         plans = tuple(plan_data(asked, own) for own in made)
         choices = group_choices(plans, (own.session.problem for own in made))
         graph = graph_of(cut, choices, asked.searcher.replicate, owned)
         dispatch, free = dispatched_beside(graph, machine_of(cluster), limit)
         return _Tried(made, plans, step_of(cut, graph, dispatch, layers), peak_bytes(graph, dispatch), free)
 
-    tried = [within(limit, before)]
+    tried = [within(limit, before, names_least=names_least)]
     if (free := tried[0].free_peak) > limit:  # groups may share devices, and hold more in that order than their own programs do
         most = max(plan.peak_bytes for plan in tried[0].plans)
-        share = most * limit // free  # with this much for each group, that order fits if it needs in proportion
+        fixed = max(argument_bytes(tried[0].placed.graph, g) for g in range(len(groups)))
+        # with this much for each group, that order fits if what it needs beside arguments is in proportion
+        share = fixed + (most - fixed) * max(0, limit - fixed) // (free - fixed)
         for memory in (share, (share + most) // 2):
             with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
                 tried.append(within(memory, tried[0].made))

@@ -206,6 +206,16 @@ def test_a_pipeline_holds_what_the_memory_limit_allows() -> None:
     assert peak_bytes(graph, dispatched(graph, cluster, 0)) <= 2 * unit + 100
 
 
+def test_a_stage_that_is_short_of_memory_does_not_bind_the_others() -> None:
+    """The last stage has room for one microbatch, and 1F1B needs one more than the first has room for."""
+    stages, count, unit = 4, 12, 1 << 20
+    graph, cluster = equal_stages(stages, count, saved=unit)
+    pieces = tuple(replace(p, inside_bytes=2 * unit) if p.group == stages - 1 else p for p in graph.pieces)
+    found = dispatched(replace(graph, pieces=pieces), cluster, limit := stages * unit + 100)
+    assert peak_bytes(replace(graph, pieces=pieces), found) <= limit
+    assert found.step_time_s < 0.5 * (2 * stages * count), "of one microbatch after the other"
+
+
 def test_a_plan_counts_the_microbatches_in_flight() -> None:
     step, args = mlp.train_step(layers=8, batch=2048)
     plan = pipeline(step, args, "4", 16, stage=4)

@@ -8,7 +8,7 @@ nothing knows primitive names.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,13 +204,8 @@ class _Flattener:
         """The op's signature; equal ops on equal shapes share one."""
         kinds = self.kinds
         reads, makes = tuple([kinds[i] if i >= 0 else -1 for i in inputs]), tuple([kinds[o] for o in outputs])
-        params = tuple([(k, v if type(v) in _PLAIN or not _is_body(v) else _body_key(v)) for k, v in op.params.items()])
-        key: Any = (op.primitive, reads, makes, params)
-        try:
-            cached = self.signatures.get(key)
-        except TypeError:
-            key = (op.primitive, reads, makes, repr(params))
-            cached = self.signatures.get(key)
+        key = op.primitive, reads, makes, parameters_key(op.params)
+        cached = self.signatures.get(key)
         if cached is not None:
             return cached
         shapes = tuple(self.tensors[i].shape if i >= 0 else () for i in inputs)
@@ -245,6 +240,16 @@ def _origin(call: Call, op: Op, error: DescriptionError) -> str:
     own = described_at(function) if function is not None and hasattr(function, "__signature__") else ""
     already_named = not own or own.removeprefix("described at ").partition(":")[0] in str(error)
     return f" (used at {op.source})" if already_named else f" (used at {op.source}, {own})"
+
+
+def parameters_key(params: Mapping[str, Any]) -> Hashable:
+    """Equal for the parameters of equal ops."""
+    plain = tuple([(k, v if type(v) in _PLAIN or not _is_body(v) else _body_key(v)) for k, v in params.items()])
+    try:
+        hash(plain)
+    except TypeError:
+        return repr(plain)
+    return plain
 
 
 _PLAIN = {int, bool, str, tuple, type(None)}

@@ -3,7 +3,8 @@
 The forward pass of one microbatch is cut into chunks, in the order of the step, where few bytes cross and chunks take about as
 long. Each group runs one chunk, or several of them (the virtual stages of Narayanan et al. 2021, section 2.2). An op of the
 backward pass belongs to the chunk of the weight or saved value that it reads, and to no later chunk than the gradients that it
-reads. The optimizer's ops belong to the group whose gradients they read.
+reads. An op that reads only what is everywhere, as zeros, belongs to the chunk that reads its result. The optimizer's ops belong
+to the group whose gradients they read.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
 
 
 def _behind(body: Program, ops: Sequence[Op], accumulators: Sequence[int]) -> set[int]:
-    """The ops of the backward pass, by id: those that depend on it or on accumulators, and those between them whose results it
-    alone reads, such as the barrier before what is computed again.
+    """The ops of the backward pass, by id: those that depend on it or on accumulators, and those between them whose results only
+    ops read that compute values again, such as the barrier before these.
     """
     after, added = set[int](), set(accumulators)  # what depends on the backward pass, and on accumulators
     found, totals = set[int](), set[int]()
@@ -110,12 +111,11 @@ def _behind(body: Program, ops: Sequence[Op], accumulators: Sequence[int]) -> se
             added.update(op.outputs)
             totals.add(op.id)
     began = next((n for n, op in enumerate(ops) if op.id in found), len(ops))
-    read = set(body.returned)  # in the end, or by other ops
+    again, elsewhere = set[int](), set(body.returned)  # what such ops read, and what is read by others or in the end
     for n, op in reversed(list(enumerate(ops))):
-        if n > began and op.id not in totals and read.isdisjoint(op.outputs):
-            found.add(op.id)
-        if op.id not in found:
-            read.update(op.tensors)
+        before = n > began and op.id not in totals and not again.isdisjoint(op.outputs) and elsewhere.isdisjoint(op.outputs)
+        found.update({op.id} if before else ())
+        (again if before or op.recomputed else elsewhere).update(op.tensors)
     return found | totals
 
 
@@ -130,8 +130,8 @@ def _own_chunk(op: Op, latest: int, groups: int) -> int:
     return part + max(0, (latest - part) // groups) * groups
 
 
-def _sink(ops: Sequence[Op], anywhere: set[int], stage: dict[int, int], first: Callable[[Iterable[int]], int]) -> None:
-    """Moves ops that read only values that are ``anywhere`` to the stage of their first reader, the ``first`` of its readers."""
+def _sink(ops: Sequence[Op], anywhere: set[int], stage: dict[int, int], choose: Callable[[Iterable[int]], int]) -> None:
+    """Moves ops that read only values that are ``anywhere`` to a stage that reads their results; ``choose`` picks it."""
     alone: set[int] = set()
     for op in ops:
         if anywhere.issuperset(op.tensors):
@@ -140,7 +140,7 @@ def _sink(ops: Sequence[Op], anywhere: set[int], stage: dict[int, int], first: C
     readers: dict[int, set[int]] = {}
     for op in reversed(ops):
         if op.id in alone and (wanted := {s for t in op.outputs for s in readers.get(t, ())}):
-            stage[op.id] = first(wanted)
+            stage[op.id] = choose(wanted)
         for t in op.tensors:
             readers.setdefault(t, set()).add(stage[op.id])
 

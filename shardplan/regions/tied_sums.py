@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardplan.ir import Op, Operand, Program, Tensor
+from shardplan.ir import Op, Program, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,80 +20,119 @@ class SplitSums:
     inner: Mapping[int, int]
 
 
-def split_sums(found: SplitSums, chunks: Sequence[int]) -> SplitSums:
-    """The step in which no total adds up terms of another group in every microbatch. ``chunks`` is the group of each chunk.
+def split_sums(step: SplitSums, chunks: Sequence[int]) -> SplitSums:
+    """The step in which each group adds up its own terms of a total. ``chunks`` is the group of each chunk.
 
-    In the loop, ``total + (a + b)`` with b of another group becomes two totals, which are added behind the loop.
+    In the loop, ``total + (a + b)`` with b of another group becomes two totals, which are added behind the loop. The terms are
+    those of all additions whose sum nothing else reads; a conversion between them hides the terms behind it.
     """
-    while (other := _split_one(found, chunks)) is not None:
-        found = other
-    return found
+    while (other := _split_one(step, chunks)) is not None:
+        step = other
+    return step
 
 
-def _split_one(found: SplitSums, chunks: Sequence[int]) -> SplitSums | None:
-    body, consts, carries = found.loop.bodies[0], int(found.loop.params["num_consts"]), int(found.loop.params["num_carry"])
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Carry ``carry`` of the loop: the op that adds to it, the additions that make what it adds, and their terms by whose they
+    are: of one other group, and the rest.
+    """
+
+    carry: int
+    total: Op
+    additions: tuple[Op, ...]
+    others: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+def _split_one(step: SplitSums, chunks: Sequence[int]) -> SplitSums | None:
+    """The step with one total taken apart; None if each has only terms of its own group."""
+    body, consts, carries = step.loop.bodies[0], int(step.loop.params["num_consts"]), int(step.loop.params["num_carry"])
     maker = {t: op for op in body.ops for t in op.outputs}
-    readers: dict[int, int] = {t: 1 for t in body.outputs if isinstance(t, int)}
-    for op in body.ops:
-        for t in op.tensors:
-            readers[t] = readers.get(t, 0) + 1
+    readers = Counter(body.returned)
+    readers.update(t for op in body.ops for t in op.tensors)
 
-    def group(t: Operand) -> int | None:
-        return chunks[found.inner[maker[t].id]] if isinstance(t, int) and t in maker and maker[t].id in found.inner else None
+    def group(t: int) -> int | None:
+        return chunks[step.inner[maker[t].id]] if t in maker and maker[t].id in step.inner else None
 
     for n, (carry, result) in enumerate(zip(body.inputs[consts : consts + carries], body.outputs[:carries], strict=True)):
         total = maker.get(result) if isinstance(result, int) else None
         if total is None or not total.sums or carry not in total.tensors or len(total.tensors) != 2:
             continue
-        (term,) = (t for t in total.tensors if t != carry)
-        added = maker.get(term)
-        if added is None or not added.sums or readers[term] != 1 or len(set(added.tensors)) != 2:
-            continue
-        own = [t for t in added.tensors if group(t) == group(result)]
-        others = [t for t in added.tensors if group(t) not in (group(result), None)]
-        if len(own) == len(others) == 1:
-            return _split_at(found, n, (total, added), (own[0], others[0]), chunks)
+        additions, terms = _terms([t for t in total.tensors if t != carry], maker, readers)
+        own, other = group(total.outputs[0]), [t for t in terms if group(t) not in (group(total.outputs[0]), None)]
+        if other and any(group(t) == own for t in terms):
+            others = tuple(t for t in terms if group(t) == group(other[0]))
+            return _split_at(step, _Terms(n, total, additions, others, tuple(t for t in terms if t not in others)), chunks)
     return None
 
 
-def _split_at(found: SplitSums, n: int, ops: tuple[Op, Op], terms: tuple[int, int], chunks: Sequence[int]) -> SplitSums:
-    """The step with two totals in place of carry n: of the group that holds it, and of the group that makes the other term."""
-    program, loop, body = found.program, found.loop, found.loop.bodies[0]
-    consts, carries = int(loop.params["num_consts"]), int(loop.params["num_carry"])
-    (total, added), (own, other) = ops, terms
+def _terms(added: Sequence[int], maker: Mapping[int, Op], readers: Mapping[int, int]) -> tuple[tuple[Op, ...], tuple[int, ...]]:
+    """(the additions whose sum nothing else reads, their terms), from these values on."""
+    additions, terms, waiting = list[Op](), list[int](), list(added)
+    while waiting:
+        t = waiting.pop()
+        op = maker.get(t)
+        if op is not None and op.sums and readers[t] == 1 and len(set(op.tensors)) == 2:
+            additions.append(op)
+            waiting += op.tensors
+        else:
+            terms.append(t)
+    return tuple(additions), tuple(terms)
+
+
+def _split_at(step: SplitSums, terms: _Terms, chunks: Sequence[int]) -> SplitSums:
+    """The step with two totals in place of one: of the group that holds it, and of the group that makes the other terms."""
+    program, loop, body, total = step.program, step.loop, step.loop.bodies[0], terms.total
+    consts, carries, n = int(loop.params["num_consts"]), int(loop.params["num_carry"]), terms.carry
     carry, result = body.inputs[consts + n], total.outputs[0]
-    number = 1 + max(op.id for part in (program, body) for op in part.ops)
-    inside, outside = len(body.tensors), len(program.tensors)
-    begun, ended = _like(body.tensors[carry], inside), _like(body.tensors[result], inside + 1)
-    second = replace(total, id=number, inputs=(begun.id, other), outputs=(ended.id,))
-    swapped = {total.id: (replace(total, inputs=(carry, own)), second), added.id: ()}
-    at = consts + carries
-    inner_program = replace(
+    chunk_of = {t: step.inner[op.id] for op in body.ops if op.id in step.inner for t in op.outputs}
+    numbers = itertools.count(1 + max(op.id for part in (program, body) for op in part.ops))
+    outside = len(program.tensors)
+    begun, ended = (_like(body.tensors[t], len(body.tensors) + k) for k, t in enumerate((carry, result)))
+    made: list[Tensor] = [begun, ended]
+    inner = dict(step.inner)
+    place = {t: k for k, op in enumerate(body.ops) for t in op.outputs}
+    end = place[result]
+    new: dict[int, list[Op]] = {end: []}  # by the place of the op that they follow
+
+    def add_up(start: int, values: Sequence[int], into: int) -> None:
+        """Adds these values, each as soon as it is there, and then their sum to ``start``."""
+        values = sorted(values, key=lambda t: place.get(t, -1))
+        sums = values[0]
+        for t in values[1:]:
+            made.append(_like(body.tensors[result], len(body.tensors) + len(made)))
+            op = replace(total, id=next(numbers), inputs=(sums, t), outputs=(made[-1].id,))
+            new.setdefault(place.get(t, end), []).append(op)
+            inner[op.id] = chunk_of.get(t, step.inner[total.id])
+            sums = made[-1].id
+        new[end].append(replace(total, id=next(numbers), inputs=(start, sums), outputs=(into,)))
+        inner[new[end][-1].id] = min(chunk_of.get(t, step.inner[total.id]) for t in values)
+
+    add_up(carry, terms.rest, result)
+    add_up(begun.id, terms.others, ended.id)
+    dropped, at = {total.id, *(op.id for op in terms.additions)}, consts + carries
+    changed_body = replace(
         body,
-        tensors=(*body.tensors, begun, ended),
-        ops=tuple(new for op in body.ops for new in swapped.get(op.id, (op,))),
+        tensors=(*body.tensors, *made),
+        ops=tuple(x for k, op in enumerate(body.ops) for x in (*(() if op.id in dropped else (op,)), *new.get(k, ()))),
         inputs=(*body.inputs[:at], begun.id, *body.inputs[at:]),
         outputs=(*body.outputs[:carries], ended.id, *body.outputs[carries:]),
     )
     sums = tuple(_like(program.tensors[loop.outputs[n]], outside + k) for k in range(2))
-    outputs = (*loop.outputs[:n], sums[0].id, *loop.outputs[n + 1 : carries], sums[1].id, *loop.outputs[carries:])
     changed = replace(
         loop,
         inputs=(*loop.inputs[:at], loop.inputs[consts + n], *loop.inputs[at:]),
-        outputs=outputs,
+        outputs=(*loop.outputs[:n], sums[0].id, *loop.outputs[n + 1 : carries], sums[1].id, *loop.outputs[carries:]),
         params={**loop.params, "num_carry": carries + 1},
-        bodies=(inner_program,),
+        bodies=(changed_body,),
     )
-    meet = replace(total, id=number + 1, inputs=tuple(t.id for t in sums), outputs=(loop.outputs[n],))
-    new = replace(
+    meet = replace(total, id=next(numbers), inputs=tuple(t.id for t in sums), outputs=(loop.outputs[n],))
+    changed_program = replace(
         program,
         tensors=(*program.tensors, *sums),
         ops=tuple(x for op in program.ops for x in ((changed, meet) if op is loop else (op,))),
     )
-    chunk_of = {t: found.inner[op.id] for op in body.ops if op.id in found.inner for t in op.outputs}
-    inner = {**found.inner, number: chunk_of[other]}
-    outer = {**found.outer, meet.id: chunks[found.inner[total.id]]}
-    return SplitSums(new, changed, outer, inner)
+    return SplitSums(changed_program, changed, {**step.outer, meet.id: chunks[step.inner[total.id]]}, inner)
 
 
 def _like(tensor: Tensor, number: int) -> Tensor:

@@ -281,6 +281,7 @@ def _fitting(
     def within(memory: int, before: Sequence[Made], *, names_least: bool = False) -> _Tried:
         searcher = replace(asked.searcher, wanted=replace(asked.searcher.wanted, memory=memory))
         made = GroupPlanner(groups, parts, cluster, searcher, owned, asked.limit.origin, arrays, before, names_least).made()
+        made = tuple(replace(own, session=replace(own.session, memory_limit=limit)) for own in made)
         plans = tuple(plan_data(asked, own) for own in made)
         choices = group_choices(plans, (own.session.problem for own in made))
         graph = graph_of(cut, choices, asked.searcher.replicate, owned)

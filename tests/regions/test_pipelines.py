@@ -102,6 +102,29 @@ def test_a_tied_weight_s_gradients_cross_once_a_step() -> None:
     assert set(sent) == {WHOLE}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_weight_of_all_layers_is_added_up_in_each_stage(dtype: Any) -> None:
+    """Each stage uses it twice, and adds up both terms before it adds them to its total. The cast is of each use."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        for k in w["own"]:
+            x = jnp.tanh(jnp.tanh(x @ k) @ w["shared"].astype(dtype)).astype(jnp.float32)
+        return jnp.mean(x**2)
+
+    def step(w: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+
+    keys = jax.random.split(jax.random.key(0), 10)
+    w = {"own": [jax.random.normal(k, (16, 24)) / 4 for k in keys[:8]], "shared": jax.random.normal(keys[8], (24, 16)) / 5}
+    args = w, jax.random.normal(keys[9], (32, 16))
+    plan = pipeline(step, args, "4x2:eager", 4, stage=4)
+    graph = plan.placed.graph
+    sent = Counter(m.key[1] for m in graph.transfers if graph.tensors[m.key[0]].shape == (24, 16))
+    assert set(sent) == {WHOLE}
+    assert verify(plan, step, args).passed
+
+
 def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> None:
     """As zero-bubble schedules split them (Qi et al. 2023, section 2)."""
     step, args = gpt.train_step(layers=4)
@@ -129,8 +152,36 @@ def test_a_block_is_computed_again_in_its_own_stage() -> None:
     again = Counter(stages.inner[op.id] for op in products if op.recomputed)
     assert set(again) == set(range(4))
     assert len(set(again.values())) == 1
+    reads = {t: stages.inner[op.id] for op in loop.bodies[0].ops if op.recomputed and op.id in stages.inner for t in op.tensors}
+    barriers = [
+        op for op in loop.bodies[0].ops if op.primitive == "optimization_barrier" and not reads.keys().isdisjoint(op.outputs)
+    ]
+    assert {stages.inner[op.id] for op in barriers} == set(range(4))
+    assert all(stages.inner[op.id] == reads[t] for op in barriers for t in op.outputs if t in reads)
     first = {t: stages.inner[op.id] for op in reversed(products) for t in op.tensors if t in loop.bodies[0].inputs}
     assert all(first[t] == stages.inner[op.id] for op in products for t in op.tensors if t in first)
+
+
+def test_a_second_model_is_cut_into_stages_as_the_first_is() -> None:
+    """Its forward pass follows the backward pass of the first, and nobody reads its loss."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        for k in w:
+            x = jnp.tanh(x @ k)
+        return jnp.mean(x**2)
+
+    def step(w: Any, x: jax.Array) -> Any:
+        gradients = {n: jax.grad(loss)(own, x) for n, own in w.items()}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients)
+
+    args = {n: [jnp.eye(64)] * 4 for n in "ab"}, jnp.ones((64, 64))
+    traced = trace_step(step, args, (0,))
+    program = microbatched(traced.program, checked_microbatches(traced, 4, None))
+    loop = loop_of(program)
+    stages = stages_of(program, loop, range(2), machine("2x4").device)
+    products = [op for op in loop.bodies[0].ops if op.primitive == "dot_general" and not op.backward]
+    used = Counter(stages.inner[op.id] for op in products)
+    assert set(used.values()) == {4}, used
 
 
 def test_a_pass_that_no_other_stage_waits_for_is_one_program() -> None:
@@ -239,7 +290,7 @@ def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> 
         shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
 
 
-def test_a_limit_below_the_fastest_plan_costs_no_more_than_a_lower_one() -> None:
+def test_a_limit_below_the_fastest_plan_costs_little_more_than_a_lower_one() -> None:
     """The groups are planned again within less, as the schedule and not a group is what the limit slows."""
     keys = jax.random.split(jax.random.key(0), 4)
 

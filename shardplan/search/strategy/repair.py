@@ -54,14 +54,16 @@ def repaired(solver: Solver, domains: Sequence[Domain], start: Solution, limit: 
 
 
 class _Savings:
-    """The states of variables that hold less than now, with what they cost; known until a variable that they meet changes."""
+    """For each variable, the states that need less memory and their extra seconds. An entry is dropped when a neighbouring
+    variable changes.
+    """
 
     def __init__(self, solver: Solver, domains: Sequence[Domain]) -> None:
         self._solver, self._domains = solver, domains
         self._known: dict[int, tuple[Domain, NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def of(self, v: int, now: Solution) -> tuple[Domain, NDArray[np.float64], NDArray[np.float64]]:
-        """(the states in which less of a variable is held, the fraction that each saves, the seconds that each takes more)."""
+        """(the states in which less of a variable is held, the fraction that each saves, the extra seconds of each)."""
         if v not in self._known:
             problem, here = self._solver.problem, now.states[v]
             saved = memory.local_part(problem, v, here) - problem.local(v, self._domains[v])
@@ -75,7 +77,7 @@ class _Savings:
         return self._known[v]
 
     def changed(self, variables: Collection[int]) -> None:
-        """These variables have other states now, or other copies kept."""
+        """Drops the entries of these variables and of their neighbours."""
         for s in (summand for v in variables for summand in self._solver.problem.around.get(v, ())):
             for v in s.scope:
                 self._known.pop(v, None)

@@ -229,7 +229,7 @@ class MemoryLimitError(ShardplanError):
         self.limit_bytes = limit_bytes
         self.smallest_bytes = smallest_bytes
         self.pins = dict(pins or {})
-        self.unfinished = unfinished
+        self.unfinished, self.grouped = unfinished, grouped
         self.rematerialised = rematerialised
         self.offloaded = offloaded
 

@@ -59,9 +59,9 @@ class GroupPlanner:
             try:
                 found.append(self._plan(n, self.searcher.wanted, found, cut_short=_interrupted(found)))
             except MemoryLimitError as error:
-                refused.append(error)
                 if not self.names_least:
-                    break
+                    raise
+                refused.append(error)
         if refused:
             raise self._refusal(refused, max(refused, key=lambda error: error.smallest_bytes))
         return tuple(found)

@@ -87,7 +87,6 @@ def _split_at(step: SplitSums, terms: _Terms, chunks: Sequence[int]) -> SplitSum
     carry, result = body.inputs[consts + n], total.outputs[0]
     chunk_of = {t: step.inner[op.id] for op in body.ops if op.id in step.inner for t in op.outputs}
     numbers = itertools.count(1 + max(op.id for part in (program, body) for op in part.ops))
-    outside = len(program.tensors)
     begun, ended = (_like(body.tensors[t], len(body.tensors) + k) for k, t in enumerate((carry, result)))
     made: list[Tensor] = [begun, ended]
     inner = dict(step.inner)
@@ -118,21 +117,31 @@ def _split_at(step: SplitSums, terms: _Terms, chunks: Sequence[int]) -> SplitSum
         inputs=(*body.inputs[:at], begun.id, *body.inputs[at:]),
         outputs=(*body.outputs[:carries], ended.id, *body.outputs[carries:]),
     )
-    sums = tuple(_like(program.tensors[loop.outputs[n]], outside + k) for k in range(2))
     changed = replace(
         loop,
         inputs=(*loop.inputs[:at], loop.inputs[consts + n], *loop.inputs[at:]),
-        outputs=(*loop.outputs[:n], sums[0].id, *loop.outputs[n + 1 : carries], sums[1].id, *loop.outputs[carries:]),
         params={**loop.params, "num_carry": carries + 1},
         bodies=(changed_body,),
     )
-    meet = replace(total, id=next(numbers), inputs=tuple(t.id for t in sums), outputs=(loop.outputs[n],))
-    changed_program = replace(
+    return _met(replace(step, loop=changed, inner=inner), loop, replace(total, id=next(numbers)), (n, carries), chunks)
+
+
+def _met(step: SplitSums, before: Op, total: Op, at: tuple[int, int], chunks: Sequence[int]) -> SplitSums:
+    """The step whose program adds up both totals of its loop, which were one in the loop ``before``. ``at`` are the numbers of
+    the loop's results that they are.
+    """
+    program, (n, second) = step.program, at
+    sums = tuple(_like(program.tensors[before.outputs[n]], len(program.tensors) + k) for k in range(2))
+    outputs = (*before.outputs[:n], sums[0].id, *before.outputs[n + 1 : second], sums[1].id, *before.outputs[second:])
+    loop = replace(step.loop, outputs=outputs)
+    meet = replace(total, inputs=tuple(t.id for t in sums), outputs=(before.outputs[n],))
+    changed = replace(
         program,
         tensors=(*program.tensors, *sums),
-        ops=tuple(x for op in program.ops for x in ((changed, meet) if op is loop else (op,))),
+        ops=tuple(x for op in program.ops for x in ((loop, meet) if op is before else (op,))),
     )
-    return SplitSums(changed_program, changed, {**step.outer, meet.id: chunks[step.inner[total.id]]}, inner)
+    made_in = next(step.inner[op.id] for op in loop.bodies[0].ops if loop.bodies[0].outputs[n] in op.outputs)
+    return SplitSums(changed, loop, {**step.outer, meet.id: chunks[made_in]}, step.inner)
 
 
 def _like(tensor: Tensor, number: int) -> Tensor:

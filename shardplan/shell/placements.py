@@ -174,7 +174,7 @@ def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[
     An interrupt or the deadline ends this with the best so far.
 
     Raises:
-        MemoryLimitError: if no way fits: that of the way that needs least.
+        MemoryLimitError: if no way fits: that of the way that needs least, of those that name what all groups need.
     """
     found: list[PlacedPlan] = []
     refused: list[MemoryLimitError] = []
@@ -193,7 +193,7 @@ def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[
             raise
         return min(found, key=_step_s).chosen_among((), "interrupted")
     if not found:
-        raise min(refused, key=lambda error: error.smallest_bytes)
+        raise min(refused, key=lambda error: (not error.grouped, error.smallest_bytes))
     return min(found, key=_step_s).chosen_among((), found[-1].stopped)
 
 

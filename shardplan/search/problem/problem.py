@@ -89,8 +89,7 @@ class Problem:
 
     def shares_prices(self, cluster: Cluster, objective: Objective) -> bool:
         """Whether a problem on this cluster with this objective has the same prices of collectives."""
-        alike = replace(self.cluster, name=cluster.name) == cluster
-        return alike and self.objective.counts_time == objective.counts_time
+        return (replace(self.cluster, name=cluster.name), self.objective.counts_time) == (cluster, objective.counts_time)
 
     def among(self, company: Company) -> Problem:
         """The same problem where so many bytes travel together."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -115,8 +116,9 @@ def planned(clusters: Sequence[str]) -> list[dict[str, Any]]:
             }  # fmt: skip
             rows.append(row)
             idle = "" if row["idle"] is None else f"{row['idle']:.0%}"
+            shorter = "" if math.isnan(whole_s) else f"{row['shorter']:.2f}x"
             print(
-                f"| {known.name} | {known.size} | {stages} | {row['microbatches']} | {row['step_s']:.3f} | {row['shorter']:.2f}x "
+                f"| {known.name} | {known.size} | {stages} | {row['microbatches']} | {row['step_s']:.3f} | {shorter} "
                 f"| {idle} | {plan.peak_bytes / 2**30:.1f} | {took_s:.0f} |",
                 flush=True,
             )

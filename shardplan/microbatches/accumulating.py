@@ -105,7 +105,9 @@ def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | 
         most = max(sizes, key=lambda n: (sizes[n], n), default=0)
         found = tuple(i for i in data if tensors[i].shape[0] == most)
     if not found:
-        raise MicrobatchError("no argument is a batch: name those that are with batch_argnums")
+        replaced = [program.input_paths[i] for i in able if i in state]
+        why = f" (the step returns a new value for {', '.join(replaced[:4])}, so that is state)" if replaced else ""
+        raise MicrobatchError(f"no argument is a batch{why}: name those that are with batch_argnums")
     return Microbatches(count, found)
 
 

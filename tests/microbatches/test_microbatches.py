@@ -199,6 +199,17 @@ def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
         shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1, donate_argnums=0)
 
 
+def test_an_array_that_a_result_replaces_is_no_batch_and_the_error_says_so() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * gradient, jnp.tanh(x), value
+
+    with pytest.raises(
+        MicrobatchError, match=r"no argument is a batch \(the step returns a new value for w, x, so that is state\)"
+    ):
+        shardplan.plan(step, jnp.ones((4, 4)), jnp.ones((8, 4)), cluster="2", microbatches=2)
+
+
 @pytest.mark.parametrize(
     ("model", "where", "data"),
     [

@@ -11,6 +11,7 @@ that fits in memory is taken; among equally fast ones, the one that holds least.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from shardplan.constants import CONSTANTS
 from shardplan.placement.device_topology import DeviceTopology
@@ -24,11 +25,18 @@ def dispatched(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float = m
     """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; if none fit, those that hold
     least.
     """
-    return dispatched_beside(graph, machine, limit)[0]
+    return dispatched_beside(graph, machine, limit).dispatch
 
 
-def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float) -> tuple[Dispatch, int]:
-    """(`dispatched`, the bytes that the best schedule without a limit holds)."""
+class DispatchBeside(NamedTuple):
+    """A dispatch within a memory limit, and the bytes per device that the fastest one without a limit holds."""
+
+    dispatch: Dispatch
+    free_peak_bytes: int
+
+
+def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float) -> DispatchBeside:
+    """As `dispatched`, with what the memory limit is compared to."""
     free: tuple[bool, float, int] | None = None
     waiting = waiting_tasks(graph, machine)
     best: tuple[tuple[bool, float, int], Dispatch] | None = None
@@ -43,7 +51,7 @@ def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: fl
             best = key, found
     assert best is not None
     assert free is not None
-    return best[1], free[2]
+    return DispatchBeside(best[1], free[2])
 
 
 def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> bool:

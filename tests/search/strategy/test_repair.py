@@ -164,3 +164,29 @@ def test_what_a_change_saves_is_what_it_saves() -> None:
             assert problem.seconds(made, again) == pytest.approx(start.seconds - saved / 1e12)
             count += len(variables) > 1
     assert count > 10
+
+
+@pytest.mark.parametrize(("few", "again"), [(0, False), (CONSTANTS.few_entries, True)], ids=["unproved", "proved"])
+def test_nothing_is_searched_within_a_limit_where_another_problem_is_better(
+    few: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the best without a limit is proved: then the tables are small."""
+    args = {"a": steps.array(64, 64)}, {"a": steps.array(64, 64)}
+    problem = steps.problem(_branches, *args, on=steps.cluster("2x2x2", gbps=(1.0, 2.0, 4.0), gflops=10_000.0))
+    free = searched(problem, problem.domains, 2**60).best
+    limits: list[int] = []
+    real = solve.Descent.within
+
+    def within_limit(self: Any, limit: int) -> Any:
+        limits.append(limit)
+        return real(self, limit)
+
+    monkeypatch.setattr(solve, "CONSTANTS", replace(CONSTANTS, few_entries=few))
+    monkeypatch.setattr(solve.Descent, "within", within_limit)
+    given: dict[str, Any] = {"donated": frozenset(), "domains": problem.domains, "deadline": None, "observer": lambda *_: None}
+    found = solve.search(problem, limit=free.peak_bytes - 1, worth_s=free.seconds * 0.99, **given)
+    assert bool(limits) == again
+    if not again:
+        assert not found.best.fits(free.peak_bytes - 1)
+        solve.search(problem, limit=free.peak_bytes - 1, worth_s=free.seconds * 1.01, **given)
+        assert limits, "this one may still win"

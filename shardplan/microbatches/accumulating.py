@@ -50,9 +50,12 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
     try:
         accumulating, first, early = _cut(program, planned, parts, replicate)
     except MicrobatchError as error:
-        batch = [program.input_paths[i] for i in parts.batch]
-        these = ", ".join(batch[:4]) + (f" and {len(batch) - 4} more" if len(batch) > 4 else "")
-        raise MicrobatchError(f"{error}. Taken for the batch: {these}; batch_argnums names other arguments") from error
+        shapes = [program.tensors[t].shape for t in program.inputs]
+        lengths, replaced = {shapes[i][0] for i in parts.batch}, {i for i in program.feedback if i is not None}
+        state = [i for i in sorted(replaced.difference(parts.batch)) if shapes[i] and shapes[i][0] in lengths]
+        as_state = f" (taken for state, as results have their shapes: {_few(program, state)})" if state else ""
+        text = f"{error}. Taken for the batch: {_few(program, parts.batch)}; batch_argnums names other arguments{as_state}"
+        raise MicrobatchError(text) from error
 
     def step(*leaves: Any) -> list[Any]:
         values = dict(program.constants) | dict(zip(program.inputs, leaves, strict=True))
@@ -80,6 +83,12 @@ def _cut(
         return _accumulating(time_cut(rest, parts.count, parts.batch, replicate), parts.count), first, early
 
 
+def _few(program: Program, inputs: Sequence[int]) -> str:
+    """The paths of the first of these inputs, as text."""
+    paths = [program.input_paths[i] for i in inputs]
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
 def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | int | None) -> Microbatches:
     """The microbatches that a user asks for. ``arguments`` are the arguments that are cut; by default, the arrays that are not
     state and whose first dim is the most frequent one.
@@ -105,8 +114,8 @@ def checked_microbatches(traced: Traced, count: int, arguments: Sequence[int] | 
         most = max(sizes, key=lambda n: (sizes[n], n), default=0)
         found = tuple(i for i in data if tensors[i].shape[0] == most)
     if not found:
-        replaced = [program.input_paths[i] for i in able if i in state]
-        why = f" (the step returns a new value for {', '.join(replaced[:4])}, so that is state)" if replaced else ""
+        replaced = [i for i in able if i in state]
+        why = f" (taken for state, as results have their shapes: {_few(program, replaced)})" if replaced else ""
         raise MicrobatchError(f"no argument is a batch{why}: name those that are with batch_argnums")
     return Microbatches(count, found)
 

@@ -199,15 +199,16 @@ def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
         shardplan.plan(step, W, X, cluster="2", microbatches=4, batch_argnums=1, donate_argnums=0)
 
 
-def test_an_array_that_a_result_replaces_is_no_batch_and_the_error_says_so() -> None:
-    def step(w: jax.Array, x: jax.Array) -> Any:
-        value, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return w - 0.1 * gradient, jnp.tanh(x), value
+def test_an_array_that_has_the_shape_of_a_result_is_taken_for_state_and_the_error_says_so() -> None:
+    def step(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        (value, made), gradient = jax.value_and_grad(lambda w: (jnp.mean((x @ w - y) ** 2), x @ w), has_aux=True)(w)
+        return w - 0.1 * gradient, value, made
 
-    with pytest.raises(
-        MicrobatchError, match=r"no argument is a batch \(the step returns a new value for w, x, so that is state\)"
-    ):
-        shardplan.plan(step, jnp.ones((4, 4)), jnp.ones((8, 4)), cluster="2", microbatches=2)
+    args = jnp.ones((4, 2)), jnp.ones((8, 4)), jnp.ones((8, 2))
+    with pytest.raises(MicrobatchError, match=r"Taken for the batch: x; .* \(taken for state, as results have their shapes: y\)"):
+        shardplan.plan(step, *args, cluster="2", microbatches=2)
+    with pytest.raises(MicrobatchError, match=r"no argument is a batch \(taken for state, as results have their shapes: w, x\)"):
+        shardplan.plan(lambda w, x: (w - jnp.mean(x @ w), jnp.tanh(x)), *args[:2], cluster="2", microbatches=2)
 
 
 @pytest.mark.parametrize(

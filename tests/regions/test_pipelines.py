@@ -327,6 +327,33 @@ def test_a_microbatch_is_taken_out_of_a_batch_without_communication() -> None:
     assert found.passed, found
 
 
+def test_results_of_microbatches_are_put_together_where_they_lie_and_then_moved() -> None:
+    """Within this memory, a result has another layout than the values of each microbatch that it is made of."""
+    keys = jax.random.split(jax.random.key(0), 6)
+
+    def step(w: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(x @ w["in"])
+            for k in w["layers"]:
+                h = h + jnp.tanh(h @ k)
+            return jnp.mean((h @ w["out"] - y) ** 2), (h @ w["out"], h.sum(-1))
+
+        (value, made), gradients = jax.value_and_grad(loss, has_aux=True)(w)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value, made, jnp.argmax(made[0], -1)
+
+    w = {
+        "in": jax.random.normal(keys[0], (256, 32)) / 16,
+        "layers": [jax.random.normal(k, (32, 32)) / 6 for k in keys[1:5]],
+        "out": jax.random.normal(keys[5], (32, 8)) / 6,
+    }
+    args = w, jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (64, 8))
+    asked: dict[str, Any] = {"cluster": "2x4", "axes": {"stage": 2}, "microbatches": 8, "batch_argnums": (1, 2)}
+    free = shardplan.plan(step, *args, **asked)
+    plan = cast(PlacedPlan, shardplan.plan(step, *args, **asked, memory_limit=free.peak_bytes * 45 // 100))
+    assert any(piece.name.startswith("results of group") for piece in plan.placed.graph.pieces)
+    assert verify(plan, step, args).passed
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_donated_state_is_held_once(scan: bool) -> None:
     """The update takes the buffers of the state, and the loop over microbatches reads the weights where they are."""

@@ -223,8 +223,7 @@ def _plan(
     names_least: bool = True,
 ) -> tuple[PlacedPlan, tuple[Made, ...], bool]:
     """(the plan of a step with the ops of each group planned together, the groups' plans, whether the memory limit costs enough
-    time in a group or in the schedule to plan again). ``before`` and ``names_least`` as in
-    `GroupPlanner`.
+    time in a group or in the schedule to plan again). ``before`` and ``names_least`` as in `GroupPlanner`.
     """
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
@@ -293,7 +292,7 @@ def _fitting(
         most = max(plan.peak_bytes for plan in tried[0].plans)
         fixed = max(argument_bytes(tried[0].placed.graph, g) for g in range(len(groups)))
         # with this much for each group, that order fits if what it needs beside arguments is in proportion
-        share = fixed + (most - fixed) * max(0, limit - fixed) // (free - fixed)
+        share = fixed + (most - fixed) * (limit - fixed) // (free - fixed)
         for memory in (share, (share + most) // 2):
             with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
                 tried.append(within(memory, tried[0].made))

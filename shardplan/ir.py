@@ -24,6 +24,10 @@ PAIRS: tuple[Reducer, ...] = ("argmax", "argmin")
 """The reducers of pairs."""
 
 
+HOST_COPY = "host_copy"
+"""The primitive of a copy between the memories of a device and its host."""
+
+
 class Collective(StrEnum):
     """What devices do together. The value is the name in HLO, and that in plan files, JSON and reports.
 
@@ -167,12 +171,16 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``key<fry>``), ``itemsize`` in bytes."""
+    """A value of the program: ``shape`` in elements, ``dtype`` by name (``float32``, ``key<fry>``), ``itemsize`` in bytes.
+
+    ``hosted``: it lies in the memory of the device's host (`jax.memory.Space.Host`).
+    """
 
     id: int
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    hosted: bool = False
 
     @property
     def size(self) -> int:

@@ -135,6 +135,16 @@ def explicit_axes(x: Any) -> tuple[str, ...]:
     return tuple(sorted(str(a) for a in used if types.get(a) == jax.sharding.AxisType.Explicit))
 
 
+def in_host_memory(aval: Any) -> bool:
+    """Whether a traced value lies in the memory of the device's host."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def moves_memory(source: Any, result: Any) -> bool:
+    """Whether the operand and the result of an equation lie in the memories of a device and its host."""
+    return in_host_memory(source.aval) != in_host_memory(result.aval)
+
+
 def weakly_typed(x: Any) -> Any:
     """The value with a weak type, as a Python number leaves a step; unchanged if JAX removes this function."""
     try:

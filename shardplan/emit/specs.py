@@ -51,8 +51,8 @@ class SpecsEmitter(Walk):
             return self.block(self.schedule.body, flat, {})
 
     def constrain(self, x: Any, layout: Layout | None) -> Any:
-        """A value constrained to a layout; unchanged if it is a scalar or has no layout."""
-        if layout is None or not np.ndim(x):
+        """A value constrained to a layout; unchanged if it is a scalar, has no layout or lies in host memory."""
+        if layout is None or not np.ndim(x) or _jax.in_host_memory(jax.typeof(x)):
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(layout, self.planned.names)))
 
@@ -68,9 +68,8 @@ class SpecsEmitter(Walk):
         return self.constrain(jax.numpy.zeros(shape, self.planned.graph.tensors[fill.tensor].dtype), fill.layout)
 
     def copied(self, x: Any, copy: HostCopy) -> Any:
-        """A value in another memory, in its layout there; what lies in host memory has none to constrain it to."""
-        x = super().copied(x, copy)
-        return x if copy.memory == "pinned_host" else self.placed(x, copy.result)
+        """A value in another memory, in its layout there."""
+        return self.constrain(super().copied(x, copy), self.at.get(copy.result))
 
     def barred(self, xs: Sequence[Any], barrier: Barrier) -> Sequence[Any]:
         """Values behind an optimization barrier, where they were."""

@@ -18,7 +18,7 @@ from shardplan import _jax
 from shardplan.errors import TraceError
 from shardplan.frontend.collectives import over_dims
 from shardplan.frontend.constraints import asked_shardings, constraint_of, handed_on, manual_of, without_sharding
-from shardplan.ir import Constant, Op, Operand, Program, Tensor, itemsize
+from shardplan.ir import HOST_COPY, Constant, Op, Operand, Program, Tensor, itemsize
 from shardplan.tdl import named_call
 from shardplan.user_code import users_code
 
@@ -171,7 +171,7 @@ class _Builder:
     def tensor(self, aval: Any) -> int:
         """The number of a new tensor."""
         name = aval.dtype.name
-        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), name, itemsize(name)))
+        self.tensors.append(Tensor(len(self.tensors), tuple(aval.shape), name, itemsize(name), _jax.in_host_memory(aval)))
         return len(self.tensors) - 1
 
     def program(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
@@ -243,6 +243,13 @@ class _Builder:
             if name in _APART:
                 for operand, var in zip(inputs, eqn.outvars, strict=True):
                     self.op(eqn, name, (operand,), (var,), env, scope, caller)
+                continue
+            if name == "device_put" and any(map(_jax.moves_memory, eqn.invars, eqn.outvars)):
+                for own, operand, var in zip(eqn.invars, inputs, eqn.outvars, strict=True):
+                    if _jax.moves_memory(own, var):
+                        self.op(eqn, HOST_COPY, (operand,), (var,), env, scope, caller, {})
+                    else:
+                        env[var] = operand
                 continue
             asked = asked_shardings(eqn)
             if asked is not None:

@@ -77,7 +77,8 @@ class _Flattener:
     def add_tensor(self, tensor: Tensor) -> int:
         """Adds a tensor and returns its number."""
         number, kind = len(self.tensors), (tensor.shape, tensor.dtype)
-        self.tensors.append(tensor if tensor.id == number else Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize))
+        own = Tensor(number, tensor.shape, tensor.dtype, tensor.itemsize, tensor.hosted)
+        self.tensors.append(tensor if tensor.id == number else own)
         self.kinds.append(self.kind_of.setdefault(kind, len(self.kind_of)))
         return number
 

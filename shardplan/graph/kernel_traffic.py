@@ -118,7 +118,7 @@ class _Model:
         readers = [r for t in node.outputs for r in self.values.readers.get(t, ())]
         if not readers:
             return set()
-        if any(r.signature.part in ("product", "alone") or r.weight != node.weight for r in readers):
+        if any(r.signature.part in ("product", "copy", "alone") or r.weight != node.weight for r in readers):
             return None
         if any(self.calls[r.id] != self.calls[node.id] for r in readers) and any(t >= 0 for t in node.inputs):
             return None
@@ -254,6 +254,8 @@ class _Model:
             stored = [t for t in kernel.stores if t in needed]
             if not stored and graph.nodes[kernel.last].signature.part in ("loop", "reduction", "transpose"):
                 continue  # nothing reads it
+            if graph.nodes[kernel.last].signature.part == "copy":
+                continue  # its seconds are those of the host's link
             passes = self._passes(kernel, stored)
             launches[kernel.last] += passes
             for t in stored if self.call_of is None else ():
@@ -304,6 +306,8 @@ class _Model:
         """
         for t in sorted(self.values.stacked):
             maker, readers = self.values.maker.get(t), self.values.readers.get(t, [])
+            if self.graph.tensors[t].hosted:
+                continue
             if maker is not None:
                 copies = bool(readers) or maker.signature.part not in ("loop", "transpose")
                 writes[maker.id][maker.outputs.index(t)] += (1 + 2 * copies) * self.values.narrowed.get(t, 1.0)

@@ -147,7 +147,7 @@ def _slim(forward: ScanOp, handed: set[int], entries: Sequence[int], tensors: li
         existing = [o for o, local in stays[forward.carry :] if local == t]
         if not existing:
             of = body.tensors[t]
-            tensors.append(Tensor(len(tensors), (forward.length, *of.shape), of.dtype, of.itemsize))
+            tensors.append(Tensor(len(tensors), (forward.length, *of.shape), of.dtype, of.itemsize, of.hosted))
             existing = [tensors[-1].id]
             stays.append((existing[0], t))
         stacks[t] = existing[0]

@@ -1,7 +1,9 @@
-"""Copies of arrays that lie in host memory: each comes to the device where the step first reads it, its new value leaves at once.
+"""Copies between the memories of a device and its host.
 
-A barrier makes an array wait for the value that was made last before it is read, as a gradient is, and for the copy that left
-last. Without it, a compiler is free to fetch all arrays when the step begins.
+An argument in host memory comes to the device where the step first reads it, and its new value leaves at once. Values that the
+step itself copies leave and come back where it says so. A barrier makes each fetch wait for the value that was made last before
+it, as a gradient is; an argument also waits for the copy that left last. Without it, a compiler is free to fetch all values when
+the step begins.
 """
 
 from __future__ import annotations
@@ -10,20 +12,59 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 
-from shardplan.schedule.instructions import Barrier, Block, HostCopy, Instruction, Schedule, Source, numbers_of, results_of
+from shardplan.schedule.instructions import Barrier, Block, Compute, HostCopy, Instruction, Schedule, Source, numbers_of, results_of
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.schedule.planned import PlannedProgram
 
 
 def with_host_copies(schedule: Schedule, planned: PlannedProgram) -> Schedule:
-    """A schedule whose parameters and results lie where the program says."""
+    """A schedule whose parameters, values and results lie where the program says."""
     graph, body = planned.graph, schedule.body
+    if any(node.signature.part == "copy" for node in graph.nodes):
+        body = _BetweenMemories(planned, max(numbers_of(body)) + 1).block(body)
+        schedule = replace(schedule, body=body)
     if not graph.offloaded:
         return schedule
     fetched = {body.parameters[i]: graph.inputs[i] for i in graph.offloaded}
     sent = {o: t for o, (t, i) in enumerate(zip(graph.outputs, graph.feedback, strict=True)) if i in graph.offloaded}
     return replace(schedule, body=_Copying(body, fetched, sent).copied())
+
+
+class _BetweenMemories(Renaming):
+    """Blocks in which the step's own ops between memories are copies."""
+
+    def __init__(self, planned: PlannedProgram, first: int) -> None:
+        super().__init__()
+        self.tensors = planned.graph.tensors
+        self.new = count(first)
+
+    def block(self, block: Block) -> Block:
+        """The block with its copies, and the blocks in it with theirs."""
+        out: list[Instruction] = []
+        made: list[int] = []
+        last = {v: place for place, i in enumerate(block.instructions) for v in reads(i)}
+        for place, instruction in enumerate(block.instructions):
+            if isinstance(instruction, Compute) and instruction.node.signature.part == "copy":
+                held = next((v for v in reversed(made) if last.get(v, -1) > place), None)
+                out += self.copies(instruction, held)
+            else:
+                out.append(self.renamed(instruction))
+                made += results_of(instruction)
+        return Block(block.parameters, tuple(out), tuple(self.source(s) for s in block.results))
+
+    def copies(self, op: Compute, held: int | None) -> list[Instruction]:
+        """The copy that an op is; one to the device waits for the value ``held``."""
+        (tensor,), (source,) = op.node.outputs, op.inputs
+        assert isinstance(source, int), "a literal is on the device"
+        source = self.number(source)
+        if self.tensors[tensor].hosted:
+            return [HostCopy(source, op.results[0], tensor, "pinned_host")]
+        if held is None:
+            return [HostCopy(source, op.results[0], tensor, "device")]
+        waited = Barrier((source, self.number(held)), (next(self.new), next(self.new)))
+        self.same[held] = waited.results[1]
+        return [waited, HostCopy(waited.results[0], op.results[0], tensor, "device")]
 
 
 class _Copying(Renaming):

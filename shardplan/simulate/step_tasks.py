@@ -229,7 +229,7 @@ class _Builder:
         task = self.all.task(nbytes / rate + self.device.launch_s, 0, label, waits)
         self.all.read(roots, task)
         fetched = copy.memory == "device"
-        self.sizes[copy.result] = nbytes
+        self.sizes[copy.result] = nbytes if fetched else 0.0
         self.give(frame, copy.result, (task,), (self.all.hold(nbytes, task),) if fetched else ())
 
     def send(self, one: Issued, waits: Ids, roots: Ids) -> int:

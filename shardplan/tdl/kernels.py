@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from shardplan.ir import HOST_COPY
 from shardplan.tdl.describe import is_named_call, is_run_by_user
 from shardplan.tdl.description import Call, Description
 
-Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "alone"]
+Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "copy", "alone"]
 """The part of an op in kernels.
 
 - ``none``: it renames a buffer: a reshape, a sum over dims of size 1. No kernel runs.
@@ -20,6 +21,7 @@ Part = Literal["none", "loop", "transpose", "reduction", "product", "update", "a
 - ``reduction``: it ends a kernel, which also computes the values that it reduces.
 - ``product``: a library call, or a kernel of fused attention, on stored operands.
 - ``update``: a loop that writes part of a buffer in place.
+- ``copy``: a copy between the memories of a device and its host: no kernel runs, and nothing is fused into it.
 - ``alone``: a kernel, or several, that nothing is fused into: a sort, a scan over a dim, random bits, a user's kernel.
 """
 
@@ -50,6 +52,8 @@ def part_of(call: Call, description: Description | None, *, multiplies: bool) ->
     name = call.primitive
     if name in _RENAMES:
         return "none"
+    if name == HOST_COPY:
+        return "copy"
     if multiplies:
         return "product"
     if name in _UPDATES:

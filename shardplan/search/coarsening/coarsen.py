@@ -4,7 +4,8 @@ A *variable* is the layout of a group of tensors. Elementwise ops, and ops that 
 operands and results, so that forward chains merge with their backward ones through the products of a gradient. Three things stay
 apart: a sum from its operands that are read elsewhere too (so the residual stream stays a chain), values that may stay partial
 sums from those that may not, and a stored parameter from the group of its moments, its update and its reduced gradient (so
-optimizer state can be split apart from its parameter, ZeRO-1).
+optimizer state can be split apart from its parameter, ZeRO-1). A copy between the memories of a device and its host always merges:
+its result is cut as its operand is.
 
 A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward
 pass and one for the backward pass. The backward view is the forward copy, kept, or a second gather.
@@ -36,7 +37,9 @@ def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[
         if i is not None and o >= 0:
             sets.union(o, graph.inputs[i])
     for node in graph.nodes:
-        if node.signature.elementwise or node.signature.resizes:
+        if node.signature.part == "copy" and node.inputs[0] not in marks.free:
+            sets.union(node.inputs[0], node.outputs[0])  # nothing moves between devices' hosts
+        elif node.signature.elementwise or node.signature.resizes:
             _merge(graph, node, sets, marks)
     pair(graph, sets, marks, timesteps=one_choice != "none")
     if one_choice == "layers":

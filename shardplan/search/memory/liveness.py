@@ -5,7 +5,7 @@ forward copy that the backward pass reuses also lives between the two. Elementwi
 reductions read are fused away if one pass reads them, or if they are light and the other pass can compute them again from values
 that are alive anyway. `buffers` has the bytes that an op holds while it runs. An output that replaces a donated input takes its
 buffer. An input in host memory takes memory from the first op that reads it to the last, and the output that replaces it from
-the op that makes it to its last reader.
+the op that makes it to its last reader. Values that the step copies to host memory take none while they lie there.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ def _lifetimes(problem: Problem, donated: frozenset[int], hosted: frozenset[int]
     stored = [
         Lifetime("stored", t, coarse.of[t], graph.tensors[t].nbytes, b, death.get(t, b))
         for t, b in sorted(birth.items())
-        if t not in alias and t not in fused and t not in constant and (coarse.of[t] != FREE or t in inputs)
+        if t not in alias
+        and t not in fused
+        and t not in constant
+        and not graph.tensors[t].hosted
+        and (coarse.of[t] != FREE or t in inputs)
     ]
     every = [*stored, *_stacks(problem, loops), *_copies(problem), *entering]
     return Lifetimes(every, end + 1), frozenset(alias)
@@ -127,7 +131,8 @@ def _fused(problem: Problem, death: dict[int, int]) -> frozenset[int]:
     ends = {*graph.outputs, *graph.inputs} | {t for link in graph.links for t in (link.source, link.target)}
     every = {n.signature.id: n.signature.description for n in graph.nodes}
     cheap = {s: description is not None and light(description) for s, description in every.items()}
-    stored = ends | _summed(graph, readers)
+    copied = {t for n in graph.nodes if n.signature.part == "copy" for t in (*n.inputs, *n.outputs)}
+    stored = ends | copied | _summed(graph, readers)
     fused: set[int] = set()
     across: set[int] = set()  # values that an op of the other pass reads
     backward = {node.id for node in graph.nodes if node.backward}
@@ -263,7 +268,7 @@ def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
     graph, of = problem.graph, problem.coarse.of
     for link in graph.links:
         left = loops.left(link)
-        if link.lift < 0 and left is not None:
+        if link.lift < 0 and left is not None and not graph.tensors[link.target].hosted:
             v = of[link.source] if of[link.source] != FREE else of[link.target]
             yield Lifetime("stored", link.target, v, float(graph.tensors[link.target].nbytes), left.since, left.last)
 

@@ -397,6 +397,7 @@ class Problem:
             link.weight,
             self.link_window(link),
             self.windows.read(tensor.id),
+            tensor.hosted,
         )
 
         def build(candidates: tuple[Domain, ...]) -> Costs:
@@ -431,6 +432,8 @@ class Problem:
         seconds = self.pricer.costs(tensor.shape, tensor.nbytes, first, self.link_window(link), self.windows.read(tensor.id))[
             :, list(last)
         ]
+        if tensor.hosted:  # nothing moves between devices' hosts
+            seconds = np.where(np.equal.outer(first, last), seconds, np.inf)
         if len(candidates) == 2:
             return seconds
         return seconds[:, 0] if self.coarse.of[link.target] == FREE else np.diag(seconds)

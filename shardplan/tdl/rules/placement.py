@@ -3,6 +3,7 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 from __future__ import annotations
 
+from shardplan.ir import HOST_COPY
 from shardplan.tdl.describe import rule
 from shardplan.tdl.description import Call, Lambda
 from shardplan.tdl.language import Named, TensorRef
@@ -11,6 +12,7 @@ from shardplan.tdl.language import Named, TensorRef
 @rule(
     "optimization_barrier",
     "device_put",
+    HOST_COPY,
     "placed",
     "sharding_constraint",
     "layout_constraint",

@@ -392,6 +392,17 @@ class Program:
             not {"constraint", "manual"}.isdisjoint(op.params) or any(body.meshed for body in op.bodies) for op in self.ops
         )
 
+    @property
+    def to_host(self) -> Op | None:
+        """The first op that copies a value to host memory, or from there."""
+        for op in self.ops:
+            if op.primitive == HOST_COPY:
+                return op
+            for body in op.bodies:
+                if (own := body.to_host) is not None:
+                    return own
+        return None
+
     def count_ops(self) -> int:
         """Number of ops; ops in bodies count once."""
         return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)

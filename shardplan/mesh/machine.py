@@ -212,6 +212,19 @@ class Machine:
         object.__setattr__(self, "single_devices", devices)
         object.__setattr__(self, "single_links", links)
 
+    def host_link_bytes_per_s(self) -> float:
+        """Bytes per second of copies between a device and its host's memory.
+
+        Raises:
+            ClusterError: if the device has no such figure.
+        """
+        if self.device.host_bytes_per_s is None:
+            raise ClusterError(
+                "missing: offload needs the bytes per second that copies between a device and its host's pinned memory reach",
+                where=f"{self.source or self.name}: device.host_bytes_per_s",
+            )
+        return self.device.host_bytes_per_s
+
     @property
     def size(self) -> int:
         """Number of devices."""

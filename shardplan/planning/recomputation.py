@@ -33,7 +33,7 @@ def recomputed(searcher: Searcher, program: Program) -> Planned:
     outcome = plain.found[1]
     if outcome.limit_costs == 0 and not outcome.stopped:
         return _annotated(plain, None, "the memory limit costs nothing")
-    parts = _all_parts(program, graph)
+    parts = all_parts(program, graph)
     if not parts:
         return _annotated(plain, None, "the step keeps nothing for a backward pass that could be computed again")
     without = Without(step_time_s(plain.found), outcome.best.peak_bytes, outcome.best.fits(searcher.wanted.memory))
@@ -97,7 +97,7 @@ def _part(wanted: Wanted, first: float, end: float, *, half: bool = False) -> Wa
     return replace(wanted, deadline=deadline, observer=tell)
 
 
-def _all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[RecomputedPart, ...]]:
+def all_parts(program: Program, graph: Graph) -> dict[Policy, tuple[RecomputedPart, ...]]:
     """The parts that may be recomputed under each policy; policies with equal parts are listed once."""
     heavy = {
         (n.where, n.op.id)

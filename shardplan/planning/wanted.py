@@ -10,6 +10,7 @@ from shardplan.cost import TIME, Objective
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Backend, Factor, Program
 from shardplan.mesh import Cluster
+from shardplan.offload import HostedValue
 from shardplan.remat import Remat
 from shardplan.search.coarsening.coarsen import Coarse
 from shardplan.search.inference.anytime import Best, Observer, Stopped, ignored, unheard
@@ -84,11 +85,14 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The result of a search, with its program and the parts of the step that the program recomputes."""
+    """The result of a search, with its program, the parts of the step that the program recomputes, and the activations that it
+    keeps in host memory.
+    """
 
     program: Program
     found: Found
     remat: Remat
+    hosted: tuple[HostedValue, ...] = ()
 
     def rank(self, limit: int) -> tuple[bool, float]:
         """An outcome that fits into ``limit`` bytes comes first, then the shorter step (the smaller one if neither fits)."""

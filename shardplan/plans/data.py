@@ -12,6 +12,7 @@ from shardplan.constants import CONSTANTS
 from shardplan.cost.overlap import SERIAL, Weights
 from shardplan.ir import Backend, Choices, Entry, Factor, Layout, Microbatches
 from shardplan.mesh import Cluster
+from shardplan.offload import HostedValue
 from shardplan.plans.codec import Least
 from shardplan.plans.xla_flags import xla_flags
 from shardplan.remat import Remat
@@ -121,6 +122,7 @@ class PlanData:
     regather: bool
     microbatches: Microbatches
     remat: Remat
+    hosted: tuple[HostedValue, ...]
     one_choice: OneChoice
     donate_argnums: tuple[Annotated[int, Least(0)], ...]
     replicate: tuple[str, ...]

@@ -11,7 +11,7 @@ from shardplan.graph import Graph, flatten
 from shardplan.ir import Program
 from shardplan.microbatches.accumulating import microbatched
 from shardplan.microbatches.layers import staged_program
-from shardplan.offload import offloaded
+from shardplan.offload import in_host_memory, offloaded
 from shardplan.plans.data import PlanData
 from shardplan.plans.fit import check_choices
 from shardplan.plans.placed_data import PlacedData, group_choices
@@ -31,7 +31,7 @@ def program_of(name: str, data: PlanData, traced: Traced) -> Program:
     try:
         program = microbatched(traced.program, data.microbatches, data.replicate)
         program = offloaded(program, data.offloaded)
-        return rematerialised(program, data.remat.parts)
+        return in_host_memory(rematerialised(program, data.remat.parts), data.hosted)
     except (KeyError, IndexError, ValueError, StopIteration) as error:
         raise PlanFileError(f"{name}: the parts that it recomputes are not in this step; plan this step again") from error
 

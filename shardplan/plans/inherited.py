@@ -162,7 +162,7 @@ def _made(data: PlanData, program: Program, found: tuple[Problem, Outcome], want
     outcome = replace(outcome, tried=tried, purposes=axes, exact=False)
     session = session_of(program, (problem, outcome), wanted, data.replicate)
     run = scheduled(session) if wanted.backend == "explicit" else None
-    return Made(Planned(program, (problem, outcome), data.remat), session, run, outcome.stopped)
+    return Made(Planned(program, (problem, outcome), data.remat, data.hosted), session, run, outcome.stopped)
 
 
 def step_time_s(made: Made) -> float:

@@ -87,6 +87,7 @@ def assigned(program: Program, groups: tuple[Group, ...], of: Mapping[int, int])
             "the step names mesh axes (a sharding constraint or jax.shard_map), which groups of devices do not have: remove "
             "them, or plan with placement='one'"
         )
+    refuse_host_copies(program)
     free = free_ops(program)
     for op in program.ops:
         if op.id in free:
@@ -94,6 +95,19 @@ def assigned(program: Program, groups: tuple[Group, ...], of: Mapping[int, int])
         if op.id not in of or not 0 <= of[op.id] < len(groups):
             raise PlacementError(f"the placement has no group for {op.primitive} at {op.source}: give it one of {len(groups)}")
     return Assignment(program, groups, {op.id: of[op.id] for op in program.ops if op.id not in free})
+
+
+def refuse_host_copies(program: Program) -> None:
+    """Refuses a step that keeps values in host memory: one group may make them, and another read them.
+
+    Raises:
+        PlacementError: naming the op.
+    """
+    if (copy := program.to_host) is not None:
+        raise PlacementError(
+            f"the step copies a value between device and host memory at {copy.source}, which plans on groups of devices do not: "
+            "remove the offload policy of jax.checkpoint, or plan with placement='one'"
+        )
 
 
 def on_devices(program: Program, devices: Mapping[int, Group]) -> Assignment:

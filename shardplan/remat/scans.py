@@ -60,7 +60,7 @@ def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -
         if op.control != "scan" or op.backward:
             continue
         forward = ScanOp(op)
-        pairs = _handed_over(program, forward, read)
+        pairs = handed_over(program, forward, read)
         for reader in sorted({b for b, _ in pairs.values()}, key=lambda b: places[b]):
             stack_bytes = {local: nbytes for local, (b, nbytes) in pairs.items() if b == reader}
             part = _part(forward, reader, stack_bytes, where, heavy, policy)
@@ -70,7 +70,7 @@ def find_loops(program: Program, where: Where, heavy: IsHeavy, policy: Policy) -
     return result
 
 
-def _handed_over(program: Program, forward: ScanOp, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
+def handed_over(program: Program, forward: ScanOp, read: Mapping[int, list[int]]) -> dict[int, tuple[int, int]]:
     """For each forward body value that only one backward loop reads, slice by slice: (that loop's id, bytes of the stacks)."""
     result: dict[int, tuple[int, int]] = {}
     shared: set[int] = set()
@@ -130,7 +130,7 @@ def loop_again(program: Program, part: RecomputedPart) -> Program:
     made = {t for op in recomputed for t in op.outputs}
     entries = frozenset(t for op in recomputed for t in op.tensors) - made
     tensors = list(program.tensors)
-    handed = {t for t, (by, _) in _handed_over(program, forward, readers(program)).items() if t in made and by == back.op.id}
+    handed = {t for t, (by, _) in handed_over(program, forward, readers(program)).items() if t in made and by == back.op.id}
     slim, stacks = _slim(forward, handed, _stacked_too(forward, entries), tensors)
     fed = _Feeder(forward, back, stacks, recomputed, handed)
     changed = {forward.op.id: slim, back.op.id: fed.op()}

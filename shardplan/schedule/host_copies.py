@@ -12,7 +12,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 
-from shardplan.schedule.instructions import Barrier, Block, Compute, HostCopy, Instruction, Schedule, Source, numbers_of, results_of
+from shardplan.schedule.instructions import (
+    Barrier,
+    Block,
+    Compute,
+    HostCopy,
+    Instruction,
+    Schedule,
+    Source,
+    numbers_of,
+    results_of,
+)
 from shardplan.schedule.passes.prune import reads
 from shardplan.schedule.passes.renaming import Renaming
 from shardplan.schedule.planned import PlannedProgram

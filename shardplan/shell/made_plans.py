@@ -54,6 +54,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         stopped=made.stopped,
         microbatches=asked.microbatches,
         remat=made.planned.remat,
+        hosted=made.planned.hosted,
         one_choice=problem.coarse.one_choice,
         donate_argnums=asked.donate_argnums,
         replicate=tuple(asked.searcher.replicate),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from shardplan.errors import ClusterError, ShardplanError
+from shardplan.errors import ShardplanError
 from shardplan.mesh import Cluster
 
 Hosted = tuple[str, ...] | Literal["auto"]
@@ -17,10 +17,10 @@ def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
 
     Raises:
         ShardplanError: as `hosted`.
-        ClusterError: as `check_host_link`.
+        ClusterError: if the device has no figure for its link to the host.
     """
     if wanted := hosted(given):
-        check_host_link(cluster)
+        cluster.host_link_bytes_per_s()
     return wanted
 
 
@@ -38,19 +38,6 @@ def hosted(given: str | Sequence[str]) -> Hosted:
             f"unsupported offload={given!r}: use 'none', 'auto', or a list of globs of argument paths, such as ['opt_state/*']"
         )
     return globs or "auto"
-
-
-def check_host_link(cluster: Cluster) -> None:
-    """Refuses a cluster whose devices have no figure for their link to the host.
-
-    Raises:
-        ClusterError: with the key that is missing.
-    """
-    if cluster.device.host_bytes_per_s is None:
-        raise ClusterError(
-            "missing: offload needs the bytes per second that copies between a device and its host's pinned memory reach",
-            where=f"{cluster.source or cluster.name}: device.host_bytes_per_s",
-        )
 
 
 def read_offload(texts: Sequence[str]) -> str | tuple[str, ...] | None:

@@ -27,7 +27,7 @@ from shardplan.placement.strategy_files import read_strategy_file
 from shardplan.planning.planner import Made
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData, group_choices, issued_rows
-from shardplan.regions.assignment import Assignment, Group, on_devices
+from shardplan.regions.assignment import Assignment, Group, on_devices, refuse_host_copies
 from shardplan.regions.buffers import argument_bytes, peak_bytes
 from shardplan.regions.cuts import Cut, cut_of, donated_tensors, graph_of, group_parts, step_of
 from shardplan.regions.dispatch import dispatched_beside
@@ -99,6 +99,7 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
     """
     if asked.traced.program.meshed:
         raise PlacementError("the step names mesh axes, which the groups of a pipeline do not have: remove its constraints")
+    refuse_host_copies(asked.traced.program)
     groups = stage_groups(asked.searcher.cluster, stages)
     staged = staged or staged_program(asked.traced.program, asked.microbatches, stages, asked.searcher.replicate)
     if staged.layers is not None:

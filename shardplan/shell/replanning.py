@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -30,7 +31,6 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
-from shardplan.shell.offload_option import check_host_link
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placed_replanning import placed_again
 from shardplan.shell.plan_of_step import Plan
@@ -144,7 +144,7 @@ def _replanned(
     searcher = Searcher(data.replicate, shared, resolved, wanted)
     asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)
     if data.offloaded:
-        check_host_link(resolved)
+        resolved.host_link_bytes_per_s()
     program = offloaded(microbatched(plan.traced.program, data.microbatches, data.replicate), data.offloaded)
     made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto", warm=warm)
     warn_of(made.session)
@@ -166,7 +166,11 @@ def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, reco
     if warm and free and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
         return min(old, key=step_time_s)
     try:
-        fresh = planned(program, searcher, origin, recompute=recompute)
+        if hosted := plan.data.hosted:  # they lie there still, beside what is computed again with them
+            fresh = planned(plan.program, searcher, origin, recompute=False)
+            fresh = replace(fresh, planned=replace(fresh.planned, remat=plan.data.remat, hosted=hosted))
+        else:
+            fresh = planned(program, searcher, origin, recompute=recompute)
     except MemoryLimitError as error:
         refusal = error
     old = inherited(plan.data, plan.program, searcher.cluster, wanted, fresh) if free else []

@@ -86,7 +86,7 @@ class _Builder:
         self.products = planned.product_names
         network = planned.programs.resharder.network
         assert isinstance(network, Network)
-        levels, self.device = network.cluster.levels, network.cluster.device
+        levels, self.cluster = network.cluster.levels, network.cluster
         crossed = [n for n, level in enumerate(levels) if level.size > 1]
         self.link = {n: 1 + i for i, n in enumerate(crossed)}
         self.streams = (Stream("compute", "compute"), *(Stream(f"{levels[n].name} links", "link") for n in crossed))
@@ -223,10 +223,8 @@ class _Builder:
         """Adds a copy from host memory or into it, beside which the device computes nothing; host memory does not count."""
         waits, roots = self.waiting(frame, (copy.source,)), self.roots(frame, (copy.source,))
         nbytes = self.local(copy.tensor, self.planned.layouts[copy.tensor])
-        rate = self.device.host_bytes_per_s
-        assert rate is not None, "nothing is in host memory where its link is not known"
         label = self.label(Label("host_copy", f"into {copy.memory}", int(nbytes)))
-        task = self.all.task(nbytes / rate + self.device.launch_s, 0, label, waits)
+        task = self.all.task(nbytes / self.cluster.host_link_bytes_per_s() + self.cluster.device.launch_s, 0, label, waits)
         self.all.read(roots, task)
         fetched = copy.memory == "device"
         self.sizes[copy.result] = nbytes if fetched else 0.0

@@ -4,8 +4,8 @@ A *variable* is the layout of a group of tensors. Elementwise ops, and ops that 
 operands and results, so that forward chains merge with their backward ones through the products of a gradient. Three things stay
 apart: a sum from its operands that are read elsewhere too (so the residual stream stays a chain), values that may stay partial
 sums from those that may not, and a stored parameter from the group of its moments, its update and its reduced gradient (so
-optimizer state can be split apart from its parameter, ZeRO-1). A copy between the memories of a device and its host always merges:
-its result is cut as its operand is.
+optimizer state can be split apart from its parameter, ZeRO-1). A copy between the memories of a device and its host always
+merges: its result is cut as its operand is.
 
 A *view* is a variable too: the layout of a resharded copy that several contractions read. A weight has one view for the forward
 pass and one for the backward pass. The backward view is the forward copy, kept, or a second gather.

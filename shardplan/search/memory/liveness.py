@@ -41,18 +41,26 @@ class Liveness:
     buffers: Buffers
 
 
-def liveness(problem: Problem, donated: frozenset[int] = frozenset(), offloaded: frozenset[int] | None = None) -> Liveness:
+def liveness(
+    problem: Problem,
+    donated: frozenset[int] = frozenset(),
+    offloaded: frozenset[int] | None = None,
+    back: frozenset[int] = frozenset(),
+) -> Liveness:
     """Lifetimes of a problem's values; ``donated`` are the positions of donated inputs, ``offloaded`` the positions of inputs in
-    host memory (None: the graph's own).
+    host memory (None: the graph's own). The tensors ``back`` count as if they were on the device.
     """
     hosted = problem.graph.offloaded if offloaded is None else offloaded
-    key = "lifetimes", donated, hosted, problem.cluster.device.platform
-    lifetimes, alias = problem.coarse.once(key, lambda: _lifetimes(problem, donated, hosted))
+    elsewhere = frozenset(t.id for t in problem.graph.tensors if t.hosted) - back
+    key = "lifetimes", donated, hosted, elsewhere, problem.cluster.device.platform
+    lifetimes, alias = problem.coarse.once(key, lambda: _lifetimes(problem, donated, hosted, elsewhere))
     return Liveness(lifetimes, Buffers(problem, alias))
 
 
-def _lifetimes(problem: Problem, donated: frozenset[int], hosted: frozenset[int]) -> tuple[Lifetimes, frozenset[int]]:
-    """The lifetimes of a problem's values, and the tensors that take a donated argument's memory."""
+def _lifetimes(
+    problem: Problem, donated: frozenset[int], hosted: frozenset[int], elsewhere: frozenset[int]
+) -> tuple[Lifetimes, frozenset[int]]:
+    """(lifetimes of a problem's values except those ``elsewhere``, the tensors that take a donated argument's memory)."""
     graph, coarse = problem.graph, problem.coarse
     end = len(graph.nodes)
     birth: dict[int, int] = {}
@@ -91,10 +99,10 @@ def _lifetimes(problem: Problem, donated: frozenset[int], hosted: frozenset[int]
         if t not in alias
         and t not in fused
         and t not in constant
-        and not graph.tensors[t].hosted
+        and t not in elsewhere
         and (coarse.of[t] != FREE or t in inputs)
     ]
-    every = [*stored, *_stacks(problem, loops), *_copies(problem), *entering]
+    every = [*stored, *_stacks(problem, loops, elsewhere), *_copies(problem), *entering]
     return Lifetimes(every, end + 1), frozenset(alias)
 
 
@@ -263,12 +271,12 @@ def _copies(problem: Problem) -> Iterator[Lifetime]:
                 yield Lifetime("kept", t, v, nbytes, first, last, variable.of)
 
 
-def _stacks(problem: Problem, loops: Loops) -> Iterator[Lifetime]:
-    """The lifetimes of the stacks that loops fill."""
+def _stacks(problem: Problem, loops: Loops, elsewhere: frozenset[int]) -> Iterator[Lifetime]:
+    """The lifetimes of the stacks that loops fill, those ``elsewhere`` left out."""
     graph, of = problem.graph, problem.coarse.of
     for link in graph.links:
         left = loops.left(link)
-        if link.lift < 0 and left is not None and not graph.tensors[link.target].hosted:
+        if link.lift < 0 and left is not None and link.target not in elsewhere:
             v = of[link.source] if of[link.source] != FREE else of[link.target]
             yield Lifetime("stored", link.target, v, float(graph.tensors[link.target].nbytes), left.since, left.last)
 

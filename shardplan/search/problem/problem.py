@@ -356,7 +356,7 @@ class Problem:
     @cached_property
     def host(self) -> Mapping[int, Inside]:
         """By variable: the copies of its arrays from host memory and back."""
-        return {} if self.objective.device(self.cluster) is None else host_copies(self.graph, self.coarse, self.cluster.device)
+        return {} if self.objective.device(self.cluster) is None else host_copies(self.graph, self.coarse, self.cluster)
 
     @cached_property
     def turned(self) -> Mapping[int, tuple[int, int]]:

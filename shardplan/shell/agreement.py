@@ -1,14 +1,14 @@
-"""One plan for all processes of a run: the first one makes it, and all have checked beforehand that they run the same step.
+"""One plan for all processes of a run: all check that they run the same step, then the first process makes the plan.
 
-Under `jax.distributed`, the processes exchange texts by the store of the coordinator, which runs in process 0:
+Under `jax.distributed`, the processes exchange texts through the coordinator's key-value store in process 0:
 
 1. the first process publishes its terms: versions, cluster, options, arguments, and a mark for each op of the step;
-2. each other process compares its own with these, and answers with the first difference. The first one gathers the answers and
-   publishes what came of them, so that all raise the same error or none does;
+2. every other process compares them with its own terms and answers with the first difference. The first process gathers the
+   answers and publishes a summary, so that all raise the same error or none does;
 3. the first process makes the plan and publishes the text of its file, with a hash;
-4. each other process checks the hash, reads the plan, and answers as before.
+4. every other process checks the hash, reads the plan, and answers as before.
 
-Each wait for answers ends after a limit. The wait for the plan has none: it lasts as long as the first process plans.
+Each wait for answers has a time limit. The wait for the plan has none: it lasts as long as the first process plans.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from shardplan.shell.watching import join, serve
 from shardplan.versions import jax_version
 
 TIMEOUT_S = 300.0
-"""How long a process waits for the answers of others, as `jax.distributed.initialize` waits for them to connect."""
+"""How long a process waits for the answers of others; `jax.distributed.initialize` waits as long for them to connect."""
 
 _GRACE_S = 10.0
-"""By how much the others wait longer than the first process, which says who did not answer."""
+"""How much longer the others wait than the first process, which then names the processes that did not answer."""
 
 _REMEDY = "start the same program, with the same versions, cluster and options, in every process"
 
 _rounds: Counter[tuple[int, ...]] = Counter()
-"""How often each group of processes has agreed on a plan: the processes of a group count alike, as they run the same program."""
+"""The number of agreements of each group of processes; all its members count alike, as they run the same program."""
 
 
 @overload
@@ -93,7 +93,7 @@ def agree(
         timeout_s: Seconds to wait for other processes. Planning itself takes as long as it takes.
 
     Raises:
-        AgreementError: in all processes, if one differs from process 0 or does not answer, and in the others if it has no plan.
+        AgreementError: in all processes, if one differs from process 0 or is silent; in the others, if process 0 has no plan.
         PlanFileError: if the file is not a plan, or was made for another model, other shapes, another cluster or other donations.
     """
     positional, leaves = as_positional(step, args, kwargs)
@@ -145,10 +145,11 @@ class ProcessGroup:
 
 
 def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: float) -> ProcessGroup | None:
-    """The processes whose devices a plan is for: those of ``devices`` or of a mesh, else all. None if they are one.
+    """The processes that own a plan's devices: those of ``devices`` or of a mesh, else all. None if there is only one, or if
+    this process is not among them.
 
     Raises:
-        ShardplanError: for a limit that is no positive number.
+        ShardplanError: if ``timeout_s`` is not a positive number.
     """
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not timeout_s > 0:
         raise ShardplanError(f"unsupported timeout_s={timeout_s!r}: give the seconds to wait for other processes")
@@ -167,10 +168,10 @@ def agreed(
     options: Mapping[str, Any],
     make: Callable[[], Any],
 ) -> Plan | PlacedPlan:
-    """The plan that the first process of the group makes, in every process of it.
+    """Returns, in every process of the group, the plan that the first one makes.
 
     Raises:
-        AgreementError: in all of them, if one differs or does not answer, or if the first one has no plan.
+        AgreementError: in all processes, if one differs or does not answer; in the others, if the first one has no plan.
         ShardplanError: in the first process, what ``make`` raises.
     """
     resolved, mesh = resolve_cluster(cluster)
@@ -189,7 +190,7 @@ _SOURCE = "the plan of process 0"
 
 
 def _published(talk: Exchange, make: Callable[[], Plan | PlacedPlan]) -> Plan | PlacedPlan:
-    """The plan of the first process, which the others receive."""
+    """Makes the plan in the first process, and publishes it for the others."""
     sent = {"error": "it ended before it had one"}
     try:
         plan = make()
@@ -231,7 +232,7 @@ def _prefix(group: ProcessGroup) -> str:
 
 
 def _watch(talk: Exchange) -> None:
-    """Watches the group from its first agreement on, if process 0 is among them and JAX is not told to let processes die."""
+    """Watches the group from its first agreement on, if it includes process 0 and JAX is not set to survive dead processes."""
     group = talk.group
     if _rounds[group.members] > 1 or group.members[0] != 0 or _jax.recoverable():
         return
@@ -293,16 +294,16 @@ class _Terms:
         )
 
     def _cluster_line(self, first: str) -> str:
-        """The first line behind the name in which the text of this cluster differs from that of the first process."""
+        """The first line after the name in which this cluster's TOML differs from that of the first process."""
         pairs = zip(self.cluster.to_toml().splitlines()[1:], first.splitlines()[1:], strict=False)
         return next((f": {here} instead of {there}" for here, there in pairs if here != there), "")
 
 
 _SHORT = 80
-"""The length up to which a message shows what a placement says of each op."""
+"""The length up to which a message shows the text of a placement; of a longer one it shows a hash."""
 
 _OWN_OR_SHOWN = ("memory_limit", "observer", "placement", "traced")
-"""The options that are compared in another form, or that each process may have of its own."""
+"""The options that are compared in another form, or that may differ between processes."""
 
 
 def option_text(name: str, value: Any) -> str:
@@ -321,25 +322,25 @@ def option_text(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a group of processes tells each other in one agreement, under keys that begin with ``prefix``."""
+    """The messages of a group of processes in one agreement, under keys that begin with ``prefix``."""
 
     group: ProcessGroup
     store: _jax.SharedTexts
     prefix: str
 
     def publish(self, key: str, text: str) -> None:
-        """Tells all processes."""
+        """Publishes a text to all processes."""
         self.store.set(f"{self.prefix}/{key}", text)
 
     def forget(self, key: str) -> None:
-        """Removes what all processes have read."""
+        """Removes a text that all processes have read."""
         self.store.delete(f"{self.prefix}/{key}")
 
     def heard(self, key: str, limit_s: float | None) -> str:
-        """What the first process has told.
+        """The text that the first process has published.
 
         Raises:
-            AgreementError: if it has not told it in time.
+            AgreementError: if it has not published one in time.
         """
         text = self.store.get(f"{self.prefix}/{key}", limit_s)
         if text is None:
@@ -364,7 +365,7 @@ class Exchange:
             raise _silent(summary["silent"], self.group.timeout_s)
 
     def _gathered(self, key: str) -> dict[str, Any]:
-        """What the others have answered: (process, difference) of those that differ, and the silent ones."""
+        """The answers of the others: (process, difference) for those that differ, and the silent processes."""
         end = time.monotonic() + self.group.timeout_s
         answers = {
             m: self.store.get(f"{self.prefix}/{key}/{m}", max(end - time.monotonic(), 0.0)) for m in self.group.members[1:]

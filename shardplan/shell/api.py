@@ -104,51 +104,53 @@ def plan(
         cluster: A `Cluster`, a preset with its node count (``"dgx-h100:4"``), a TOML file, a shape (``"2x4"``, of H100s), or a
             `jax.sharding.Mesh`, whose axes and devices are kept. In a mesh, GPUs that a preset knows get its figures; other
             devices get those of H100s.
-        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default, or with "auto", what JAX's allocator
-            gives of the device's memory (`shardplan.shell.memory_default`).
-        objective: "time", or Tofu's "bytes": the fewest bytes on the wire when everything that can be cut or split is
+        memory_limit: Bytes per device, as a number or as text (``"70GiB"``); by default, or with "auto", the part of the
+            device's memory that JAX's allocator owns (`shardplan.shell.memory_default`).
+        objective: "time", or Tofu's "bytes": the fewest bytes on the wire where all ops and tensors that can be cut are cut
             (`shardplan.search.baselines.tofu_premise`). That plan is priced in seconds too.
-        pins: The PartitionSpec that arguments must have, by glob of their paths, over the names of factors or levels.
-        axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with these
-            rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`). With
-            "stage", the step runs as a pipeline of so many stages, and the result is a `PlacedPlan`. Without ``microbatches``,
-            the planner chooses their number. A stage is one chunk of the layers, or two where that is faster; "chunk" gives the
-            number of chunks.
-        factors: How levels are taken apart, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` for a level that stays
-            whole, as those do that are not named. By default the search decides, and ``plan.provenance`` says what it tried. The
+        pins: The PartitionSpecs that arguments must have, by glob of their paths; specs name factors or levels.
+        axes: The sizes of purposes, ``{"data": 16, "tensor": 4}``: the plan is the best over all parallelism matrices with
+            these rows. Purposes are data, fsdp, tensor, sequence, expert and replica (`shardplan.search.strategy.purposes`).
+            With "stage", the step runs as a pipeline of that many stages, and the result is a `PlacedPlan`. Without
+            ``microbatches``, the planner chooses their number. A stage is one chunk of the layers, or two where that is faster;
+            "chunk" fixes the number of chunks.
+        factors: The factors of each level, by level name: ``{"gpu": (2, 2, 2)}``, or ``{"gpu": 8}`` to keep the level whole.
+            Levels that are not named stay whole. By default the search decides, and ``plan.provenance`` says what it tried. The
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
         donate_argnums: Arguments whose buffers the step may reuse; negative numbers count from the end.
-        time_budget_s: Seconds for all of planning, tracing included. After that the plan is the best so far, and
-            ``plan.stopped`` says so. A first plan, with its tables, is always made.
-        observer: Called with the current activity and the fraction done. If it has a method ``best``, this is called with the
-            seconds of the best plan so far and a lower bound on them, over the layouts of its mesh.
+        time_budget_s: Seconds for all of planning, tracing included. Then the best plan so far is returned, and
+            ``plan.stopped`` says so. A first plan is always made, however long its tables take.
+        observer: Called with the current activity and the fraction done. Its method ``best``, if it has one, is called with the
+            seconds of the best plan so far and a lower bound over the layouts of its mesh.
         replicate: Primitives without a description that may run whole on every device.
-        one_choice: What shares one layout although it could have several: "timesteps" (three or more steps of an unrolled
-            recurrence), "layers" (equal layers of an unrolled model too) or "none". With "auto", equal layers do if the step has
-            many and the memory limit costs no time then; ``plan.one_choice`` says which it was.
+        one_choice: Which repeated parts of the step share one layout: "timesteps" (three or more steps of an unrolled
+            recurrence), "layers" (equal layers of an unrolled model too) or "none". With "auto", equal layers share one if the
+            step has many and the memory limit then costs no time; ``plan.one_choice`` says which was used.
         remat: "auto" lets the plan recompute activations in the backward pass (bodies of scans and blocks of straight-line
             code, `shardplan.remat`) where the memory limit costs time, or where nothing fits otherwise. Planning takes longer;
             ``plan.remat`` says what is recomputed. "none" leaves the step as it is. `jax.checkpoint` is kept either way.
-        offload: What stays in host memory (``memory_kind="pinned_host"``) between steps: "none", or globs of the paths of
-            arguments that only the update reads and that the step gives back, such as an optimizer's moments. The step fetches
-            each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``, beside
-            which nothing runs. The device's ``host_bytes_per_s`` prices them. With "auto", as few of such arguments stay there
-            as the memory limit asks for, and none where the step fits without; ``plan.offloaded`` has their numbers.
-        backend: What runs the plan where `Plan.jit` is not told otherwise: "explicit" (each device its own program, which sends
+        offload: The arguments that stay in host memory (``memory_kind="pinned_host"``) between steps: "none", or globs of the
+            paths of arguments that only the update reads and that the step returns, such as an optimizer's moments. The step
+            fetches each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``,
+            and nothing overlaps them. The device's ``host_bytes_per_s`` prices them. With "auto", as few of these arguments
+            stay there as the memory limit allows, and none where the step fits without; ``plan.offloaded`` has the numbers of
+            their leaves.
+        backend: What runs the plan unless `Plan.jit` is told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
         time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,
-            ``plan.xla_flags``, let it: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
+            ``plan.xla_flags``, allow: `shardplan.cost.overlap`) or "sum" (nothing overlaps).
         kwargs: The arguments that the step takes by name alone. ``plan.in_specs`` and ``plan.put`` have them after all others,
             in the order of their names; the jitted step takes them by name.
-        placement: Where ops run. "one": every op on all devices. "auto": on all devices too, unless a pipeline or branches on
-            groups of devices are faster by more than the model's error, or alone fit; ``plan.placements_tried`` has them, and
-            ``microbatches``, if given, holds for all. A `shardplan.place` result, or the file that it was saved to: each op on
-            its devices there, and the ops of each group of devices planned together. On groups the result is a `PlacedPlan`.
-        microbatches: Into how many parts the batch is cut that run one after the other, each with all ops that depend on it; sums
-            over the batch (gradients, the loss) are added up. The step is unchanged, and so are its results. What does not fit at
-            once may fit so.
-        batch_argnums: The arguments that are the batch; by default the arrays that are no state, with the first dim that most of
-            these have.
+        placement: Where ops run. "one": every op on all devices. "auto": the same, unless a pipeline or branches on groups of
+            devices are faster by more than the model's error, or only they fit; ``plan.placements_tried`` lists the candidates,
+            and ``microbatches``, if given, holds for all of them. A `shardplan.place` result, or the file that it was saved to:
+            each op runs on its devices there, and the ops of each group of devices are planned together. A plan on groups is a
+            `PlacedPlan`.
+        microbatches: The number of parts into which the batch is cut. They run one after the other, each through all ops that
+            depend on the batch; sums over the batch (gradients, the loss) are added up. The step and its results are unchanged.
+            A step that does not fit whole may fit in parts.
+        batch_argnums: The arguments that are the batch; by default the arrays that are not state and whose first dim is the
+            most frequent one.
         traced: ``plan.traced`` of an earlier plan of this step, for the same arguments and ``donate_argnums``: the step is not
             traced again.
 
@@ -214,7 +216,7 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted:
 def _traced(
     step: Callable[..., Any], args: Sequence[Any], donated: tuple[int, ...], known: Traced | None, observer: Observer
 ) -> Traced:
-    """The traced step: the one that is known, which is checked, or a new one."""
+    """The traced step: ``known``, once checked, or a new trace."""
     if known is None:
         observer("tracing", 0.0)
         return trace_step(step, args, donated)
@@ -225,7 +227,7 @@ def _traced(
 
 
 def warn_of(session: Session) -> None:
-    """Warns of what `warn_of_graph` finds, and of factors that divide no dim of any argument."""
+    """Warns as `warn_of_graph` does, and of factors that divide no dim of any argument."""
     warn_of_graph(session.graph, session.problem.cluster.device)
     for unused in idle(session.problem, session.decisions):
         if unused.advice:
@@ -259,7 +261,7 @@ def checked_observer(observer: Observer | None) -> Observer:
 def checked_options(
     objective: str, time_model: str, time_budget_s: float | None, one_choice: str, remat: str
 ) -> tuple[tuple[Objective, Objective], float | None, OneChoice | None]:
-    """Checks these options and returns ((objective, what prices seconds), deadline, what shares one layout: None for "auto")."""
+    """Checks these options; returns ((objective, the one that prices seconds), deadline, ``one_choice``: None for "auto")."""
     if time_model not in ("overlap", "sum"):
         raise ShardplanError(f"unsupported time_model {time_model!r}: use 'overlap', or 'sum' where nothing overlaps")
     timed = OVERLAP if time_model == "overlap" else TIME

@@ -1,4 +1,4 @@
-"""What the commands' parsers share: an error in one line, options with units and counts, the options of a TARGET."""
+"""Shared parts of the commands' parsers: one-line errors, options with units and counts, and the options of a TARGET."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONFIG = "--config"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line. ``long_options`` has each option by its name without dashes, and
-    ``repeated`` the names of those that may be repeated; ``commands`` are the parsers of its own commands.
+    """An argument parser that reports an error in one line. ``long_options`` has each option by its name without dashes,
+    ``repeated`` the names of those that may be repeated, and ``commands`` the parsers of subcommands.
 
-    A file of options (`shardplan.shell.config_file`) is one for all commands. Of those at its top, ``refused`` are not for this
-    command. ``replaces`` has, for an option on the command line, the options of the file whose place it takes; ``needs`` the
-    number of words that are no options without which an option of the file has no use.
+    All commands share one file of options (`shardplan.shell.config_file`). ``refused`` are options at its top level that this
+    command does not take. ``replaces`` maps an option of the command line to the options of the file that it replaces.
+    ``needs`` maps an option of the file to the number of positional words below which it is ignored.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -38,19 +38,19 @@ class Parser(argparse.ArgumentParser):
         return {name: action for name, action in self.long_options.items() if name not in self.refused}
 
     def refuse(self, names: Iterable[str]) -> None:
-        """Hides options that this command does not take from its help. In a file of options, those at the top may stay."""
+        """Hides from the help the options that this command does not take. At the top of a file of options they are allowed."""
         self.refused = frozenset(names)
         for name in self.refused:
             self.long_options[name].help = argparse.SUPPRESS
 
     def add_subparsers(self, **options: Any) -> Any:
-        """Adds commands of its own, and notes them."""
+        """Adds subcommands, and records their parsers."""
         action = super().add_subparsers(**options)
         self.commands = action.choices
         return action
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Adds an argument, and notes it."""
+        """Adds an argument, and records its long names."""
         action = super().add_argument(*names, **options)
         long = [name[2:] for name in action.option_strings if name.startswith("--")]
         self.long_options.update(dict.fromkeys(long, action))
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Report], what: str) -> Parser:
-    """Adds a command with ``--json`` and ``--config`` to these commands; ``what`` says what it does."""
+    """Adds a command with ``--json`` and ``--config``; ``what`` is its help text."""
     one = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
     one.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     one.add_argument(CONFIG, metavar="FILE", help="a TOML file of options (default: [tool.shardplan] of ./pyproject.toml)")
@@ -73,7 +73,7 @@ def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Re
 
 
 def size(text: str) -> int:
-    """Bytes of the value of ``--bytes``."""
+    """The value of ``--bytes`` as a number of bytes."""
     from shardplan.sizes import parse_bytes
 
     return parse_bytes(text, what="--bytes")
@@ -187,11 +187,11 @@ def _add_mesh_options(one: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) -> None:
-    """Refuses files, given by their options, that could not be written when the work is done, or that the command reads.
+    """Refuses output files, by option, that could not be written when the work is done, or that the command reads.
 
     Raises:
-        ShardplanError: for an empty name, a folder that does not exist or may not be written, what is no file, and a file that
-            two of ``files``, or another of the ``options``, name.
+        ShardplanError: for an empty name, a folder that does not exist or may not be written, a path that is not a file, and a
+            file that two of ``files``, or another of the ``options``, name.
     """
     from shardplan.plans.files import check_writable
 
@@ -210,7 +210,7 @@ def check_outputs(files: Mapping[str, str | None], options: argparse.Namespace) 
 
 
 def _files_read(options: argparse.Namespace) -> dict[str, list[str]]:
-    """The names of files that the options of a command may stand for."""
+    """The files that the options of a command may name, by option."""
     module = (getattr(options, "target", None) or "").partition(":")[0]
     varied = [word for text in getattr(options, "vary", ()) for word in text.partition("=")[2].split(",")]
     clusters = [*(getattr(options, "cluster", None) or "").split(), *varied]

@@ -179,7 +179,7 @@ def _tdl(options: argparse.Namespace) -> Report:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, Parser]]:
-    """The parser of all commands, and the one of each."""
+    """The parser of the command line, and that of each command by name."""
     from shardplan import __version__
 
     parser = Parser(prog="shardplan", description="Plan the sharding of a JAX training step, and verify it.", allow_abbrev=False)

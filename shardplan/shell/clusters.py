@@ -25,8 +25,8 @@ def resolve_cluster(cluster: ClusterLike, *, unequal: bool = False) -> tuple[Clu
     """The cluster that the user means, and the user's Mesh with Auto axes (None if no Mesh was given).
 
     A Mesh gives one level per mesh axis. GPUs that a preset knows get that preset's figures. Simulated devices get those of
-    H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, get the same with a warning.
-    ``unequal``: single devices and links may differ.
+    H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, also get those of H100s, with a
+    warning. ``unequal`` allows single devices and links to differ.
 
     Raises:
         UnequalDevicesError: for a cluster file whose single devices differ, where they may not.
@@ -59,7 +59,7 @@ def like_shape(shape: Sequence[int], names: Sequence[str]) -> Cluster:
 
 
 def like_machine(machine: Cluster, order: np.ndarray[Any, Any], names: Sequence[str]) -> Cluster:
-    """The cluster that a mesh makes of a machine, with one level per mesh axis.
+    """The cluster of a mesh on a machine's devices, with one level per mesh axis.
 
     ``order`` has the device numbers, with one array axis for each of ``names``. A level has the link of the slowest machine level
     that its axis crosses.

@@ -39,7 +39,7 @@ def add_compare_command(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The devices on which plans are timed, None if they are not here; and a sentence on what they are."""
+    """The devices on which plans are timed (None if they are not here), and a sentence that describes them."""
 
     devices: Sequence[Any] | None
     note: str
@@ -69,7 +69,7 @@ def _compare(options: argparse.Namespace) -> Report:
 
 
 def _place(options: argparse.Namespace) -> _Place:
-    """Where plans are timed. On CPU clusters, simulated devices are the devices; GPUs have to be here, enough and of the kind.
+    """The devices that time plans: simulated ones for a CPU cluster; for a GPU cluster, GPUs of its kind on this machine.
 
     Raises:
         DeviceError: if ``--devices real`` asks for devices that are not here.
@@ -107,7 +107,7 @@ def _place(options: argparse.Namespace) -> _Place:
 
 
 def _on_host() -> contextlib.AbstractContextManager[Any]:
-    """Makes whole arguments on the host: an accelerator may hold its part of them only."""
+    """Makes whole arguments on the host: an accelerator may have memory only for its part of them."""
     import jax
 
     return jax.default_device(jax.devices("cpu")[0])

@@ -20,9 +20,9 @@ _TAKES_GPU_FLAGS = frozenset({"cpu", "cuda", "gpu", "rocm"})
 def compiler_options(planned: Mapping[str, Any], asked: object, platform: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The compiler options for a platform, as `jax.jit` takes them.
 
-    ``asked`` is None or True for the flags ``planned`` (on the platforms that accept them), False for none, or a mapping of flags
-    that takes their place on any platform. A flag that the environment's XLA_FLAGS sets keeps its value there. If that is another
-    value, a warning is logged.
+    ``asked`` is None or True for the flags ``planned`` (on the platforms that accept them), False for none, or a mapping of
+    flags that takes their place on any platform. A flag that XLA_FLAGS in the environment sets keeps that value; if the two
+    values differ, a warning is logged.
 
     Raises:
         ShardplanError: for any other ``asked``, or where XLA_FLAGS, or the file that it names, cannot be read.
@@ -54,7 +54,7 @@ def _without_set(flags: Mapping[str, Any], source: str, environment: Mapping[str
 
 
 def flags_set(environment: Mapping[str, str]) -> dict[str, str]:
-    """The flags of XLA_FLAGS, by name: the variable holds them, or the name of a file with them.
+    """The flags of XLA_FLAGS, by name: the variable holds the flags, or the name of a file that holds them.
 
     Raises:
         ShardplanError: if the variable, or the file that it names, cannot be read.

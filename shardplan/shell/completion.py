@@ -70,7 +70,7 @@ def script_of(shell: str, parsers: Mapping[str, Parser]) -> str:
 
 
 def _flat(parsers: Mapping[str, Parser]) -> dict[str, Parser]:
-    """The parser of each command, and of a command's own commands by both words."""
+    """The parser of each command, and of each subcommand under both words."""
     own = {f"{name} {inner}": p for name, parser in parsers.items() for inner, p in parser.commands.items()}
     return {**parsers, **own}
 

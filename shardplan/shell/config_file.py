@@ -1,11 +1,11 @@
 """Options of commands from a file: ``--config run.toml``, else ``[tool.shardplan]`` of ./pyproject.toml.
 
-A key is an option's name without dashes in front. Keys at the top go to every command that takes such an option; those of a
-table with a command's name go to that command alone, and win. A list repeats its option, a table writes ``NAME=VALUE``, true sets
-a switch.
+A key is an option's name without its leading dashes. Keys at the top level apply to every command that takes the option. Keys
+in a table named after a command apply to that command alone, and take precedence. A list repeats its option, a table gives
+``NAME=VALUE`` pairs, and true sets a switch.
 
-What the command line gives wins, and so does what takes an option's place there: a ``--plan`` has the settings of planning, and
-what ``--vary`` names is not fixed. Of options that write ``NAME=VALUE``, it wins name by name; others that may be repeated add to
+The command line overrides the file. It also overrides options that it replaces: ``--plan`` replaces those of planning, and
+``--vary`` replaces fixed values. ``NAME=VALUE`` options are overridden name by name; other options that may be repeated add to
 those of the file.
 """
 
@@ -27,26 +27,26 @@ PROJECT = "pyproject.toml"
 
 
 _LISTS = ("axes", "factors")
-"""Options whose pairs may stand in one word, with commas between."""
+"""Options that take several pairs in one word, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a command line with those of a ``file`` of options, which are ``own``."""
+    """The words of a command line; ``own`` are those that come from the ``file`` of options."""
 
     words: tuple[str, ...]
     file: Path | None = None
     own: tuple[str, ...] = ()
 
     def remark(self, text: str) -> str:
-        """What to add to the text of an error that names options of the file, or their values: where they come from."""
+        """A remark for an error that names options of the file, or their values: it says that the file sets them."""
         pairs = [word.removeprefix("--").partition("=")[::2] for word in self.own]
         named = dict.fromkeys(key for key, value in pairs if _is_named(key, value, text))
         return f" ({self.file} sets {', '.join(named)})" if named and str(self.file) not in text else ""
 
 
 def _is_named(key: str, value: str, text: str) -> bool:
-    """Whether a text names an option, its value, or what a ``NAME=VALUE`` sets."""
+    """Whether a text names an option, its value, or the name in a ``NAME=VALUE``."""
     said = [
         rf"(--|\b){re.escape(key)}[=:]",
         rf"--{re.escape(key)}\b",
@@ -56,7 +56,7 @@ def _is_named(key: str, value: str, text: str) -> bool:
 
 
 def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path) -> Words:
-    """The words of a command line, those of its file of options behind the command. ``folder`` has the project's file.
+    """The words of a command line, with those of its file of options after the command. ``folder`` has the project's file.
 
     Raises:
         ShardplanError: for a file that cannot be read, and for a key or a value that no command takes; it names file and key.
@@ -78,11 +78,11 @@ def with_config(argv: Sequence[str], parsers: Mapping[str, Parser], folder: Path
 
 
 _FREE = ""
-"""The key of `_given` for words that are no options."""
+"""The key of `_given` for positional words."""
 
 
 def _given(words: Sequence[str], parser: Parser) -> dict[str, list[str]]:
-    """The values that the command line gives each option of a command, and its other words."""
+    """The values that the command line gives each option of a command, and its positional words."""
     found: dict[str, list[str]] = {_FREE: []}
     left = iter(words)
     for word in left:
@@ -98,7 +98,7 @@ def _given(words: Sequence[str], parser: Parser) -> dict[str, list[str]]:
 
 
 def _replaced(options: Iterable[str], parser: Parser) -> set[str]:
-    """The options whose place these take."""
+    """The options that these replace."""
     return {name for option in options for name in parser.replaces.get(option, ())}
 
 
@@ -108,7 +108,7 @@ def _varied(given: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def _names(key: str, given: Mapping[str, Sequence[str]], parser: Parser) -> set[str]:
-    """The names that the command line gives values, of an option ``key`` with values ``NAME=VALUE``."""
+    """The names that the command line sets, or varies, for an option ``key`` with values ``NAME=VALUE``."""
     if key not in parser.repeated or "=" not in str(parser.long_options[key].metavar):
         return set()
     return _names_in(_pairs(key, given.get(key, ()))) | (_varied(given) if key == "set" else set())
@@ -159,7 +159,7 @@ def _options(
     parsers: Mapping[str, Parser],
     given: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
-    """The options that a table has for a command beside those given. A table with a command's name is that command's."""
+    """A table's options for a command, without those that ``given`` overrides. A subtable is for the command of its name."""
     known = {name: _known(own) for name, own in parsers.items()}
     every = set[str]().union(*known.values())
     top = {key: value for key, value in table.items() if not (key in parsers and isinstance(value, dict))}
@@ -179,13 +179,13 @@ def _options(
 
 
 def _known(parser: Parser) -> set[str]:
-    """The options of a command and of its own commands that a file may have."""
+    """The options of a command and its subcommands that a file may set."""
     own = set(parser.long_options).union(*(own.long_options for own in parser.commands.values()))
     return own - {"help", CONFIG.removeprefix("--")}
 
 
 def _words(file: Path, key: str, value: Any, parser: Parser, but: set[str]) -> list[str]:
-    """An option as words of a command line, but for the values of the names ``but``."""
+    """An option as words of a command line, without its values for the names ``but``."""
     action = parser.long_options[key]
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -217,7 +217,7 @@ def _check(file: Path, key: str, text: str, action: argparse.Action) -> None:
 
 
 def _text(file: Path, key: str, value: Any) -> str:
-    """A value as the command line has it: lists as Python literals."""
+    """A value as text for the command line; a list becomes a Python literal."""
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, int | float | str):

@@ -29,7 +29,7 @@ NEEDED: Mapping[str, str] = {
     "scipy": "integer programs, fits",
     "pyyaml": "rules of other programs, as MaxText's",
 }
-"""The packages that shardplan cannot do without, each with what it is for."""
+"""The packages that shardplan needs, each with its use."""
 
 _DEV = (
     *(
@@ -61,10 +61,10 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "docs": (("myst-parser", "sphinx", "sphinx-book-theme"), "the site: make docs"),
     "dev": (_DEV, "the tests, and the optimizers of models/ (optax)"),
 }
-"""The extras of pyproject.toml: their packages, and what they are for."""
+"""The extras of pyproject.toml, with their packages and their use."""
 
 _LIMIT_S = 120.0
-"""Devices that do not answer by then count as out of order."""
+"""Devices that take longer to answer count as out of order."""
 _PLATFORMS = "JAX_PLATFORMS"
 _CHILD = "from shardplan.shell.doctor import print_devices; print_devices()"
 
@@ -92,7 +92,7 @@ def installed(name: str) -> str | None:
 def examine(environment: Mapping[str, str], package: Installed = installed) -> dict[str, Any]:
     """The findings as JSON values; ``ok`` is false if something necessary is missing or untested.
 
-    Devices are looked for in a process of its own: a flag in XLA_FLAGS that XLA does not know ends the process that reads it.
+    A child process looks for devices, because an unknown flag in XLA_FLAGS ends the process that reads it.
     """
     from shardplan import __version__
 
@@ -121,7 +121,7 @@ def examine(environment: Mapping[str, str], package: Installed = installed) -> d
 
 
 def _packages(versions: Mapping[str, str | None]) -> list[Lack]:
-    """What is missing or untested of the packages."""
+    """The packages that are missing or untested."""
     gone = [name for name, own in versions.items() if own is None]
     lacks = [Lack(f"{', '.join(gone)}: not installed", "pip install shardplan", True)] if gone else []
     jax, jaxlib = versions["jax"], versions["jaxlib"]
@@ -152,7 +152,7 @@ def _extra(name: str, package: Installed) -> dict[str, Any]:
 
 
 def look(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The devices that JAX finds in this environment, and the cluster that they are taken for, else an ``error``."""
+    """The devices that JAX finds in this environment and the cluster detected from them, or an ``error``."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
     environment = {**environment, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
     command = [sys.executable, "-c", _CHILD]
@@ -167,7 +167,7 @@ def look(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def print_devices() -> None:
-    """Prints the devices of this process as one line of JSON; `look` runs it in a process of its own."""
+    """Prints the devices of this process as one line of JSON; `look` runs it in a child process."""
     import jax
 
     from shardplan.mesh.devices import detected
@@ -206,7 +206,7 @@ def _devices(found: dict[str, Any], environment: Mapping[str, str]) -> list[Lack
 
 
 def _flags(found: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The XLA flags that the user sets, those that a plan for this machine's GPUs adds, and those of them that the user's win."""
+    """The XLA flags that the user sets, that a plan for this machine's GPUs adds, and that the user overrides."""
     try:
         own = flags_set(environment)
     except ShardplanError as error:

@@ -1,4 +1,4 @@
-"""The command `shardplan export`: a saved plan in the forms of other programs."""
+"""The command `shardplan export`: writes a saved plan in forms that other programs read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.report.report import Report
 from shardplan.shell.arguments import add_command, check_outputs
 
 _PLATFORMS = {"gpu": "cuda"}
-"""JAX's names of the platforms of clusters, where they differ."""
+"""JAX's names of platforms, where those of clusters differ."""
 
 
 def add_export_command(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Writes a plan in the forms of other programs, by the names of the files."""
+"""Writes a plan in forms that other programs read; the file's name selects the form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def form_of(file: str | os.PathLike[str]) -> str:
     """The form that a file's name ends in: ``gpt-specs.py`` is ``specs.py``.
 
     Raises:
-        ShardplanError: if it is none.
+        ShardplanError: if the name ends in no form.
     """
     name = Path(file).name
     for form in (*_TEXTS, STEP):
@@ -38,11 +38,11 @@ def form_of(file: str | os.PathLike[str]) -> str:
 def write_text(data: AnyData, file: str | os.PathLike[str], order: Sequence[int] | None = None) -> None:
     """Writes a form that needs the plan's data alone; an existing file is replaced once the new one is complete.
 
-    ``order`` has the numbers of the mesh's devices, by default those of the cluster.
+    ``order`` has the numbers of the mesh's devices; by default they are in the cluster's order.
 
     Raises:
-        ShardplanError: if the name is none of these forms, if the file cannot be written, or if the plan has groups of devices
-            and the form has one mesh.
+        ShardplanError: if the name is none of these forms, if the file cannot be written, or if the form has one mesh and the
+            plan has groups of devices.
     """
     form = form_of(file)
     if not isinstance(data, PlacedData):

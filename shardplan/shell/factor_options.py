@@ -1,4 +1,4 @@
-"""The options that say how levels are taken apart, and what for: ``factors=`` and ``axes=``, as values and as text."""
+"""The options ``factors=``, which splits levels, and ``axes=``, which gives sizes by purpose: as values and as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGITS = 9
 """More digits than the size of any cluster has."""
 
 FactorsLike = Mapping[str, int | Sequence[int]]
-"""By level name: its size, where it stays whole, or the sizes of its parts, the major one first."""
+"""For each level, by name: its size, where it stays whole, or the sizes of its parts, major first."""
 
 
 def checked_factors(given: FactorsLike | None, cluster: Cluster) -> tuple[Factor, ...] | None:
@@ -67,7 +67,7 @@ def checked_axes(
     """The sizes of purposes that the user asks for. None where the search may choose.
 
     Raises:
-        ClusterError: for an unknown purpose, for sizes that do not multiply to the cluster's devices, beside ``factors``, and for
+        ClusterError: for an unknown purpose, sizes that do not multiply to the number of devices, axes beside ``factors``, and
             an ``objective`` whose premise says what every op cuts.
     """
     if given is None:
@@ -92,7 +92,7 @@ def checked_axes(
 
 
 def stages_in(axes: Mapping[str, int] | None) -> tuple[int, Mapping[str, int] | None]:
-    """(the number of stages that the user asks for, the axes inside of them; None where the search may choose)."""
+    """(the number of stages that the user asks for, the axes inside each; None where the search may choose)."""
     if not isinstance(axes, Mapping) or "stage" not in axes:
         return 1, axes
     others = {name: size for name, size in axes.items() if name not in ("stage", "chunk")}
@@ -103,7 +103,7 @@ def chunks_in(axes: Mapping[str, int] | None) -> int | None:
     """The number of chunks of layers in each stage that the user asks for; None where the planner may choose.
 
     Raises:
-        ClusterError: for what is no number above 0.
+        ClusterError: for a value that is not a whole number above 0.
     """
     if not isinstance(axes, Mapping) or "stage" not in axes or "chunk" not in axes:
         return None

@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line: no interrupt is lost, and its message says what it came before."""
+"""Ctrl-C on the command line: no interrupt is lost, and its message names the event that it preceded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RETRY_S = 0.01
 
 @contextmanager
 def before(what: str) -> Iterator[None]:
-    """Gives an interrupt inside the message ``before what``, unless it has a message already."""
+    """Sets the message of an interrupt inside to ``before what``, unless it has one already."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -34,8 +34,8 @@ def heard() -> Iterator[Callable[[], None]]:
     tracing. A dropped interrupt is sent again a moment later. C modules turn an interrupt during their import into an
     `ImportError`, which becomes a `KeyboardInterrupt` again.
 
-    Some C code clears an interrupt without a word. The yielded function raises it again if one has arrived; it is for code
-    that handles no interrupt itself, and so goes on only if the interrupt was lost.
+    Some C code clears an interrupt silently. The yielded function raises `KeyboardInterrupt` if one has arrived. Call it only
+    in code that handles no interrupt itself: such code goes on only if the interrupt was lost.
     """
     signals: list[int] = []
 

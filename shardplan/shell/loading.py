@@ -33,12 +33,13 @@ def load(
     kwargs: Mapping[str, Any] | None = None,
     warm_start: bool = False,
 ) -> Plan | Any:
-    """Reads a saved plan for this step and these arguments, those by name in ``kwargs``. If it was made on your own `Mesh`, pass
-    that again as ``mesh``. A plan with groups of devices is a `PlacedPlan` (its type is ``Any``, as the file alone tells which).
+    """Reads a saved plan for this step and these arguments; ``kwargs`` has those by name. If the plan was made on your own
+    `Mesh`, pass that again as ``mesh``. A plan with groups of devices is a `PlacedPlan` (typed ``Any``, as only the file tells
+    which it is).
 
-    With ``warm_start``, a step of the same ops with other shapes, such as another batch or sequence length, is planned from the
-    file's layouts: over its factors, by one search that begins there. That takes a part of the time of `shardplan.plan`, compares
-    no other factorings, and may so miss a faster plan.
+    With ``warm_start``, a step of the same ops with other shapes, such as another batch or sequence length, is planned by one
+    search over the file's factors that begins at its layouts. That is faster than `shardplan.plan`, but it compares no other
+    factorings and so may miss a faster plan.
 
     Raises:
         PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.
@@ -79,7 +80,7 @@ def for_step(name: str, data: files.AnyData, step: Callable[..., Any], traced: T
 
 
 def _warm_started(name: str, data: PlanData, step: Callable[..., Any], traced: Traced, mesh: Mesh | None) -> Plan:
-    """A plan from the layouts of another that has the same ops and arguments, but for their shapes."""
+    """A plan that starts from the layouts of a saved one, which has the same ops and arguments with other shapes."""
     from shardplan.shell.replanning import warm_started
 
     planned, found = [mark.partition(" ")[0] for mark in data.marks or ()], [mark.partition(" ")[0] for mark in marks(traced)]

@@ -1,4 +1,4 @@
-"""The data of a plan, from what was asked for and what planning made of it."""
+"""Builds the data of a plan from its request and the result of planning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardplan.shell.memory_default import MemoryLimit
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a plan is asked for: the traced step, and the conditions of the search.
+    """A request for a plan: the traced step, and the conditions of the search.
 
     ``began_s`` and ``traced_s`` are instants of `time.perf_counter`.
     """
@@ -39,7 +39,7 @@ class Asked:
 
 
 def plan_data(asked: Asked, made: Made) -> PlanData:
-    """Everything that a plan says at first; the bound, the baselines and the explanations come later."""
+    """The data of a new plan; the bound, the baselines and the explanations are added later."""
     (problem, outcome), wanted = made.planned.found, asked.searcher.wanted
     data = PlanData(
         **decided(made.session, made.run, step_time_s(made.planned.found), outcome.purposes),

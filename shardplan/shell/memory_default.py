@@ -1,9 +1,10 @@
 """The memory limit of a plan: the user's, or what JAX's allocator gives a program on such a device.
 
 On a GPU, JAX's allocator owns a fraction of the device: 0.75 of it, unless ``XLA_CLIENT_MEM_FRACTION`` (by its old name
-``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise. With ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` it grows up to the same size, so
-that variable changes nothing here. Only ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` asks the driver for every array, and may fill
-the device (jaxlib 0.10, `generate_pjrt_gpu_plugin_options`; XLA, `CreateBFCAllocator`). Other devices give all of their memory.
+``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise. With ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` it grows up to the same size,
+so that variable changes nothing here. Only ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` asks the driver for every array, and may
+fill the device (jaxlib 0.10, `generate_pjrt_gpu_plugin_options`; XLA, `CreateBFCAllocator`). On other devices the limit is all
+of the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def memory_limit(given: object, device: Device, environment: Mapping[str, str]) 
     """The limit that the user gives (bytes, or text); for None or "auto", the default of this device in this environment.
 
     Raises:
-        ShardplanError: for a size that is none, or a variable that JAX would refuse.
+        ShardplanError: for an invalid size, or a variable that JAX would refuse.
     """
     if given is not None and given != AUTO:
         return MemoryLimit(parse_bytes(given))

@@ -1,4 +1,4 @@
-"""The option that says what stays in host memory: ``offload=``."""
+"""The option ``offload=``: the arguments that stay in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Hosted = tuple[str, ...] | Literal["auto"]
 
 
 def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
-    """What stays in host memory; no globs for "none".
+    """The arguments that stay in host memory on this cluster; no globs for "none".
 
     Raises:
         ShardplanError: as `hosted`.
@@ -25,10 +25,10 @@ def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
 
 
 def hosted(given: str | Sequence[str]) -> Hosted:
-    """What stays in host memory, whatever the cluster.
+    """The arguments that stay in host memory, on any cluster.
 
     Raises:
-        ShardplanError: for a value that is none of the words and no globs.
+        ShardplanError: for a value that is neither one of the words nor globs.
     """
     if given == "none":
         return ()

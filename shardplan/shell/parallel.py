@@ -81,18 +81,18 @@ def parallelize(
     """A decorator that shards a step: the first call traces, plans, places and compiles; later calls only run.
 
     ``options`` are those of `shardplan.plan`, and ``xla_flags`` that of `Plan.jit`. nnx modules and optimizers among the
-    arguments are updated in place, as under `nnx.jit`. With stages or a placement, a call runs several programs, so that none can
-    be made inside another `jax.jit`. Argument numbers count all arguments of the step, static ones included; negative ones count
-    from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options:
-    another process with the same step reuses them.
+    arguments are updated in place, as under `nnx.jit`. With stages or a placement, a call runs several programs, so it cannot
+    be made inside another `jax.jit`. Argument numbers count all arguments of the step, static ones included; negative ones
+    count from the end. ``cache_dir`` keeps plans under a key of the traced step, the cluster and the options: another process
+    with the same step reuses them.
 
-    With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device and
-    under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where one device lacks the
-    memory, a shrunken copy of the step runs instead, and a warning says what it has less of. Where that cannot run either, a
+    With ``check="first"``, the first call under each plan begins with `Plan.check`: it runs the step once more on one device
+    and under the plan, with copies of the arguments, and raises a `CheckError` where the results differ. Where one device lacks
+    the memory, a shrunken copy of the step runs instead, and a warning says what was checked. Where that cannot run either, a
     warning says that nothing was checked.
 
-    Under `jax.distributed`, process 0 plans (or uses ``cache_dir``) and the others receive its plan, as with `shardplan.agree`;
-    ``timeout_s`` is its own. Where ``devices``, or the mesh, are of one process alone, that process plans for itself.
+    Under `jax.distributed`, process 0 plans (or uses ``cache_dir``) and the others receive its plan, as with `shardplan.agree`,
+    which explains ``timeout_s``. A process that alone owns ``devices``, or the mesh, plans for itself.
 
     Raises:
         ShardplanError: for an unknown option.
@@ -118,7 +118,7 @@ class Parallel:
         self._step, self._settings = step, settings
         self._parameters = _parameters(step)
         self._ready: dict[Any, _Ready] = {}
-        self._unchecked: set[int] = set()  # by id, of those in `_ready`
+        self._unchecked: set[int] = set()  # ids of plans in `_ready`
         self._plain: set[Any] = set()  # structures of arguments without nnx objects
         self._latest: _Ready | None = None
 
@@ -149,11 +149,11 @@ class Parallel:
         return self._prepared(args, kwargs)[0].plan
 
     def trace(self, *args: Any, **kwargs: Any) -> TracedStep:
-        """The step traced for these arguments (arrays or shapes), to lower or inspect it. As in JAX, what is compiled from it
-        takes no static arguments.
+        """The step traced for these arguments (arrays or shapes), to lower or inspect it. As in JAX, the program compiled from
+        it takes no static arguments.
 
         Raises:
-            ShardplanError: if the plan is several programs, which no one trace holds.
+            ShardplanError: if the plan has several programs, which no single trace holds.
         """
         ready, positional, named = self._prepared(args, kwargs)
         return ready.run.trace(*positional, **named)
@@ -161,7 +161,7 @@ class Parallel:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for these arguments (arrays or shapes), to compile or inspect it.
 
-        It is a `LoweredStep`, or `LoweredPrograms` where it runs on groups of devices.
+        The result is a `LoweredStep`, or `LoweredPrograms` where the step runs on groups of devices.
         """
         ready, positional, named = self._prepared(args, kwargs)
         return ready.run.lower(*positional, **named)
@@ -215,7 +215,7 @@ class Parallel:
         return ready.plan.init(init_fn, *args, argument=place, devices=self._settings.devices)
 
     def _check(self, ready: _Ready, leaves: Sequence[Any], tree: Any) -> None:
-        """Checks a plan on the arguments of its first call; warns where that cannot run, or only in part."""
+        """Checks a plan on the arguments of its first call; warns where the check cannot run, or runs only in part."""
 
         def jit(plan: Plan | PlacedPlan) -> Any:
             return plan.jit(plan.step, self._settings.devices, xla_flags=self._settings.xla_flags)
@@ -238,7 +238,7 @@ class Parallel:
         return _bind_call(self._step, self._parameters, self._settings, args, kwargs)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Ready, tuple[Any, ...], dict[str, Any]]:
-        """The plan for these arguments, and those that the planned step takes, by position and by name."""
+        """The plan for these arguments, and the arguments that the planned step takes by position and by name."""
         call = self._call(args, kwargs)
         leaves, tree = jax.tree.flatten(apart(call.dynamic))
         first = len(call.dynamic) - len(call.keywords)
@@ -349,7 +349,7 @@ def _where(plan: Plan | PlacedPlan, figures: str) -> str:
 
 
 _KEYED = ("observer", "memory_limit", "placement")
-"""The options that have an item of their own in the key of a kept plan, or none."""
+"""The options that have their own item, or none, in the key of a cached plan."""
 
 
 # -- a call's arguments ------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class _Ready:
 def _bind_call(
     step: Callable[..., Any], parameters: Parameters | None, settings: _Settings, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> _Call:
-    """The arguments of a call, sorted by what the settings say of them.
+    """The arguments of a call, split by the settings into static and dynamic ones.
 
     Raises:
         ShardplanError: for a call that the step would refuse, numbers that name no argument, an argument that is static and

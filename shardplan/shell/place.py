@@ -50,11 +50,11 @@ class Placement:
     """Where operators run. Made by `shardplan.place`.
 
     ``strategy`` has a configuration for each operator of ``problem``. ``data_parallel_s``, ``expert_s`` and ``plan_s`` are the
-    seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), simulated
-    alike. ``plan_priced_s`` is the step of that plan as the planner prices it. ``schedule_s`` is the step of the schedule that
-    the method "fd-dps" or "heft" made; a start may be faster and so the answer. ``origin`` says what found it.
-    ``simulations_per_s`` counts the proposals that one core decides.
-    ``regions`` are those that the method "regions" made: connected operators on one group of devices.
+    seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), all
+    simulated the same way. ``plan_priced_s`` is the step time of that plan as the planner prices it. ``schedule_s`` is the step
+    time of the schedule that the method "fd-dps" or "heft" made; a faster start is the answer in its place. ``origin`` says
+    what found the strategy. ``simulations_per_s`` counts the proposals that one core decides. ``regions`` are those that the
+    method "regions" made: connected operators on one group of devices.
     """
 
     problem: PlacementProblem
@@ -90,7 +90,7 @@ class Placement:
         return tuple(found)
 
     def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
-        """The group of devices of each op of a traced step: what `shardplan.plan` needs of its ``placement``.
+        """The group of devices of each op of a traced step, as `shardplan.plan` needs it.
 
         Raises:
             PlacementError: for another step, other shapes, or another cluster.
@@ -116,7 +116,7 @@ class Placement:
 
     @cached_property
     def gains(self) -> tuple[float | None, ...]:
-        """For each operator, the seconds that a step takes more if it alone runs data parallel (None: it does)."""
+        """For each operator, the extra seconds of a step if it alone ran data parallel (None: it already does)."""
         simulation, gains = self._simulation, list[float | None]()
         for i, (own, other) in enumerate(zip(self.strategy, data_parallel(self.problem), strict=True)):
             if own == other:
@@ -173,7 +173,7 @@ class Placement:
         return f"{text}; interrupted: this is the best so far" if self.interrupted else text
 
     def text(self, title: str = "the step") -> str:
-        """The step beside its baselines, and where each operator runs, for people."""
+        """A report for people: the step beside its baselines, and where each operator runs."""
         known = {
             "data parallel": self.data_parallel_s,
             "expert": self.expert_s,
@@ -209,19 +209,20 @@ def place(
     observer: anytime.Observer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Placement:
-    """Searches where the operators of ``step(*args)`` run, each cut in its own way on its own devices (FlexFlow).
+    """Searches for the devices and the cut of each operator of ``step(*args)`` (FlexFlow).
 
     Args:
         step: The function to place.
         args: Its arguments: trees of arrays or `jax.ShapeDtypeStruct`. Nothing is allocated.
-        cluster: As in `shardplan.plan`. Its single devices may differ in speed and links, or be absent; then no plan is a start.
+        cluster: As in `shardplan.plan`. Single devices may differ in speed and links. They may be absent too; then "plan" is no
+            start.
         budget_s: Seconds for the search itself; each chain may end earlier by the paper's rule (section 6.2).
         chains: The number of chains, which begin at the starts in turn; by default one for each start.
         seed: Equal seeds draw equal proposals. How many fit in the budget depends on the machine; ``proposals`` limits them.
         start: Some of "dp" (data parallel), "expert", "random", "plan" (`shardplan.plan`), and files that `Placement.save` wrote.
         method: "mcmc"; "regions" for connected operators on one group of devices, planned inside; or "fd-dps" or "heft", which
-            schedule whole operators on single devices (a start that is faster is the answer then).
-        speed: A factor on the speed of each device of the cluster. Parts are equal, so that a slower device takes longer.
+            schedule whole operators on single devices (then a faster start is the answer in their place).
+        speed: A factor on the speed of each device of the cluster. Parts are equal, so a slower device takes longer.
         proposals: The most proposals of each chain.
         observer: Called with the current activity and the fraction done.
         kwargs: The arguments that the step takes by name alone.
@@ -248,7 +249,7 @@ def place(
     if problem.machine.absent and "plan" in names:
         names = _without_plan(names, files)
     if "plan" not in names:
-        warn_of_graph(graph, resolved.device)  # a plan warns itself
+        warn_of_graph(graph, resolved.device)  # planning warns by itself
     planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
     tell("simulating the starts", 0.0)
     starts, limits = known | starts_of(problem, names, seed, planned), ChainLimits(budget_s, proposals)
@@ -259,7 +260,7 @@ def place(
 def _placement(
     problem: PlacementProblem, method: str, found: BestStrategy, regions: tuple[Region, ...], priced_s: float | None
 ) -> Placement:
-    """What was found, beside data parallelism and the experts' strategy."""
+    """The strategy that was found, beside data parallelism and the experts' strategy."""
     return Placement(
         problem,
         found.strategy,
@@ -278,7 +279,7 @@ def _placement(
 
 
 def _heard(tell: anytime.Observer, method: str) -> Observer:
-    """An observer of the search of a strategy, of which no lower bound is known."""
+    """An observer of a search for a strategy, for which no lower bound is known."""
     best = anytime.best_of(tell)
 
     def hear(seconds: float, done: float) -> None:
@@ -297,7 +298,7 @@ def _searched(
     seed: int,
     observer: Observer,
 ) -> tuple[BestStrategy, tuple[Region, ...]]:
-    """What a method finds, and its regions, if it makes any."""
+    """The best strategy that a method finds, and its regions, if it makes any."""
     if method in SCHEDULERS:
         return _best({method: scheduled(problem, method), **starts}, problem), ()
     if method == "regions":
@@ -322,17 +323,17 @@ def _planned(
     kwargs: Any,
     tell: anytime.Observer,
 ) -> tuple[Strategy, float]:
-    """The plan on all devices, as if they were equal, as a strategy, and the seconds of its step as the planner prices it."""
+    """(the plan on all devices, taken as equal, as a strategy; the step time that the planner prices)."""
     cluster = replace(cluster, single_devices=(), single_links=())
     observer = anytime.Part(tell, 0.0, 1.0, "the plan on all devices")
     made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=observer)
-    if made.stopped == "interrupted":  # an interrupted plan is no start: the search would go on without the user
+    if made.stopped == "interrupted":  # a search from an interrupted plan would go on against the user's wish
         raise KeyboardInterrupt
     return from_plan(problem, made._data.choices, made.factors), made.step_time_s
 
 
 def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """The starts that have names, and the files among them: what exists, or ends in .json."""
+    """The named starts, and the files: entries that exist as files or end in .json."""
     if not isinstance(start, Iterable):
         raise PlacementError(f"start={start!r} is no start: use some of {', '.join(STARTS)}, or files of strategies")
     given = [start] if isinstance(start, str) else [str(name) for name in start]
@@ -343,7 +344,7 @@ def _named(start: str | Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _without_plan(names: Sequence[str], files: Sequence[str]) -> list[str]:
-    """The starts that a cluster with absent devices has."""
+    """The starts that a cluster with absent devices allows."""
     if not files and set(names) == {"plan"}:
         raise PlacementError("the start 'plan' uses all devices, and some are absent here: use some of dp, expert, random")
     _log.warning("the start 'plan' is left out: it uses all devices, and some are absent here")

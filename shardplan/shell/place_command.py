@@ -1,4 +1,4 @@
-"""The command `shardplan place`: which devices each operator runs on, cut how, by search and simulation."""
+"""The command `shardplan place`: searches by simulation on which devices each operator runs, and how it is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A saved plan with groups of devices, for a step: its programs are made again, and run in the order that was saved."""
+"""Loads a saved plan with groups of devices for a step: it builds the programs again, to run in the saved order."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ _OF_A_SEARCH = frozenset({"baselines", "lower_bound_s", "gap", "bound_s", "left_
 class PlacedPlan(PlannedStep):
     """How a step runs with its ops on groups of devices. Made by `shardplan.plan` with a ``placement``, or by `shardplan.load`.
 
-    ``data`` holds everything that the plan says, ``placed`` the programs that run and their order. A plan that was not loaded has
-    the search behind the plan of each group (``sessions``), which its explanations need.
+    ``data`` holds the plan as plain data, ``placed`` its programs and their order. ``sessions`` are the searches behind the
+    plans of the groups, which explanations need; a loaded plan has none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PlacedPlan(PlannedStep):
         self.traced, self.step = traced, step
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses what only a plan on all devices has.
+        """Refuses attributes that only a plan on all devices has.
 
         Raises:
             GroupsError: for a public attribute of `Plan`; it is an AttributeError too.
@@ -100,7 +100,7 @@ class PlacedPlan(PlannedStep):
 
     @property
     def groups(self) -> tuple[PlanData, ...]:
-        """The plan of the ops of each group on its devices."""
+        """For each group, the plan of its ops on its devices."""
         return self._data.groups
 
     @property
@@ -120,7 +120,7 @@ class PlacedPlan(PlannedStep):
 
     @property
     def objective(self) -> Literal["time", "bytes"]:
-        """What the plan of each group has the least of."""
+        """The objective that the plan of each group minimises."""
         return self.groups[0].objective
 
     @property
@@ -145,7 +145,7 @@ class PlacedPlan(PlannedStep):
 
     @property
     def placements_tried(self) -> tuple[TriedPlacement, ...]:
-        """What ``placement="auto"`` looked at."""
+        """The candidates that ``placement="auto"`` considered."""
         return self._data.placements_tried
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class PlacedPlan(PlannedStep):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that a device holds as the programs of its groups are scheduled: the microbatches in flight, what is
-        sent, and what each program needs while it runs.
+        """The most bytes that a device holds under the schedule of its groups' programs: microbatches in flight, values being
+        sent, and the memory of each program while it runs.
         """
         return peak_bytes(self.placed.graph, self.placed.dispatch)
 
@@ -199,8 +199,8 @@ class PlacedPlan(PlannedStep):
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """For each group, the most bytes that a device holds of values that enter or leave its programs: arguments, saved values
-        of the microbatches that are under way, what is sent. What a program needs inside is not counted.
+        """For each group, the most bytes that a device holds of values that enter or leave its programs: arguments, saved
+        values of microbatches in flight, and values being sent. Memory inside a program is not counted.
         """
         graph, dispatch = self.placed.graph, self.placed.dispatch
         return tuple(most_held(graph, dispatch, g) for g in range(len(graph.groups)))
@@ -235,13 +235,13 @@ class PlacedPlan(PlannedStep):
         return self._data.stopped
 
     def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped, auto: AutoPlacement | None = None) -> PlacedPlan:
-        """This plan, with what it was chosen among (``placements_tried``), what ended that search early, and what was asked."""
+        """Records the candidates (``placements_tried``), what ended their search early and the request; returns this plan."""
         data = self._data
         self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)
         return self
 
     def asked_for_chunks(self, each: int) -> PlacedPlan:
-        """This plan, which notes how many chunks of each stage were asked for."""
+        """Records how many chunks of each stage were asked for; returns this plan."""
         self._data = replace(self._data, chunks_asked=each)
         return self
 
@@ -252,7 +252,7 @@ class PlacedPlan(PlannedStep):
         return [p.cost for p in own if p.cost is not None]
 
     def figures(self, title: str = "the step") -> PlacedFigures:
-        """What `shardplan.report.placed_text` shows."""
+        """The figures that `shardplan.report.placed_text` shows."""
         names = ("step_time_s", "compute_s", "communication_s", "communication_bytes", "transfer_bytes", "idle_share")
         figures = {name: getattr(self, name) for name in (*names, "peak_bytes", "stopped")}
         figures |= {"trace_s": self._data.trace_s, "search_s": self._data.search_s}
@@ -261,7 +261,7 @@ class PlacedPlan(PlannedStep):
         return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
 
     def text(self, title: str = "the step") -> str:
-        """The step, what each group runs and holds, and where arguments lie."""
+        """A report on the step: the ops and memory of each group, and where arguments lie."""
         return placed_text(self.figures(title))
 
     def export(self, file: str | os.PathLike[str], *, platform: str | None = None) -> None:
@@ -284,7 +284,7 @@ class PlacedPlan(PlannedStep):
         Raises:
             ShardplanError: if the file cannot be written.
         """
-        from shardplan.report.placed_page import placed_page  # it is seldom asked for
+        from shardplan.report.placed_page import placed_page  # rarely needed
 
         figures = self.figures(title or "the step")
         text = placed_page(self._whole(), self.placed, self.simulate(), figures, self.memory_limit)
@@ -295,7 +295,7 @@ class PlacedPlan(PlannedStep):
     # -- words and files ---------------------------------------------------------------------------------------------
 
     def explain(self, path: str | None = None) -> str:
-        """The reasons for the plan, as text: for a path or a glob of paths, or without, for the whole plan.
+        """The reasons for the plan, as text: for a path or a glob of paths, or by default for the whole plan.
 
         Raises:
             ShardplanError: if no argument matches.
@@ -303,10 +303,10 @@ class PlacedPlan(PlannedStep):
         return explained(self._whole(), path)
 
     def simulate(self, overlap: bool = True, contention: float | None = None) -> PlacedTimeline:
-        """When each program of each group runs, and each transfer: a timeline to save, and to draw as a Gantt chart.
+        """A timeline of each group's programs and of the transfers, to save or to draw as a Gantt chart.
 
         Raises:
-            ShardplanError: for options of a simulation of one program.
+            ShardplanError: for options that apply to a single program alone.
         """
         if not overlap or contention is not None:
             raise ShardplanError(ONE_PROGRAM)
@@ -327,7 +327,7 @@ class PlacedPlan(PlannedStep):
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced only once the new one is complete.
 
-        The file holds the plan of each group, who runs each op, the order of what runs, and all explanations.
+        The file holds the plan of each group, the group of each op, the order of tasks and transfers, and all explanations.
         """
         save(self._whole(), file)
 
@@ -372,7 +372,7 @@ class PlacedPlan(PlannedStep):
         return bare(jax.tree.unflatten(self.traced.out_tree, specs), tuple(self.specs_by_path.values()))
 
     def _joined(self, specs: Sequence[PartitionSpec], ends: Literal["inputs", "outputs"]) -> list[PartitionSpec]:
-        """The specs of the leaves of the step, given those of their parts."""
+        """The specs of the step's leaves, from those of their parts."""
         layers = self.placed.layers
         if layers is None:
             return list(specs)
@@ -383,7 +383,7 @@ class PlacedPlan(PlannedStep):
         return partition_spec(own.layouts.get(tensor), own.names)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """All devices of the cluster, one axis for each level: `in_shardings` takes its groups from it."""
+        """The mesh of all devices of the cluster, with one axis for each level, as `in_shardings` takes it."""
         found = cluster_devices(self.cluster, devices).reshape(self.cluster.shape)
         return Mesh(found, self.cluster.level_names, axis_types=(AxisType.Auto,) * len(self.cluster.levels))
 
@@ -422,7 +422,7 @@ class PlacedPlan(PlannedStep):
         return Leaves(paths, self.traced.in_shapes, self._shardings(devices), weak=weak, put=places.put)
 
     def on_shapes(self, traced: Traced) -> PlacedPlan:
-        """The choices of this plan for its step traced on other shapes; a PlanFileError says where they do not fit."""
+        """The choices of this plan, applied to its step traced on other shapes; a PlanFileError says where they do not fit."""
         return PlacedPlan(self._data, fitted_groups("the plan", self._data, traced), traced=traced, step=self.step)
 
     # -- the step that runs ------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class PlacedPlan(PlannedStep):
 
     @property
     def program_sends(self) -> tuple[tuple[Send, ...], ...]:
-        """Every collective instruction of each program, with its bytes and its times a step."""
+        """Every collective instruction of each program, with its bytes and its number of runs in a step."""
         owns = (piece.own for piece in self.placed.graph.pieces)
         return tuple(() if isinstance(own, str) else sends(own[1], own[0]) for own in owns)
 

@@ -1,4 +1,4 @@
-"""A plan with groups of devices made again for another cluster: placed anew, as it was asked for."""
+"""Makes a plan with groups of devices again for another cluster, with the placement that was asked for."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _log = logging.getLogger("shardplan")
 
 
 def placed_again(plan: PlacedPlan, cluster: ClusterLike, given: Mapping[str, Any]) -> Plan | PlacedPlan:
-    """The plan of the same step on another cluster, with the options that the old plan was asked for and those that are given.
+    """The plan of the same step on another cluster, with the old plan's options, which those in ``given`` override.
 
     Raises:
-        ReshardError: if the groups were given, and a device of theirs is gone.
+        ReshardError: if the user gave the groups, and one of their devices is gone.
         ShardplanError: as `shardplan.plan`.
     """
     own, resolved = plan.groups[0], resolve_cluster(cluster)[0]
@@ -78,7 +78,7 @@ class KeptGroups:
 
 
 def _axes(data: PlacedData, cluster: Cluster) -> dict[str, int] | None:
-    """The stages and the axes inside of them, as far as they divide the devices; what does not is dropped with a warning."""
+    """The stages, or fewer that divide the devices, and the axes inside each if they still fit; warns of changes."""
     wanted, inside = len(data.groups), dict[str, int](data.groups[0].fixed_axes.items())
     stages = next(n for n in range(min(wanted, cluster.size), 0, -1) if cluster.size % n == 0)
     if stages < wanted:
@@ -92,7 +92,7 @@ def _axes(data: PlacedData, cluster: Cluster) -> dict[str, int] | None:
 
 
 def _batch_argnums(plan: PlacedPlan) -> tuple[int, ...] | None:
-    """The arguments that are the batch of the old plan; None where they are those that are found without naming them."""
+    """The arguments that are the batch of the old plan; None where the default finds the same ones."""
     parts, traced = plan.groups[0].microbatches, plan.traced
     if checked_microbatches(traced, parts.count, None) == parts:
         return None

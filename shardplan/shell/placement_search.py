@@ -1,8 +1,9 @@
 """``placement="auto"``: the plan on all devices, beside pipelines and branches on groups of devices.
 
-A pipeline keeps reductions of gradients off the links between its stages, but its devices wait for each other. Branches that do
-not depend on each other run beside each other, and are not cut as far. Every candidate is planned whole and priced by the order
-in which its programs run. It must beat the plan on all devices by more than the model errs, as both are predictions.
+A pipeline keeps reductions of gradients off the links between its stages, but its devices wait for each other. Independent
+branches run side by side, and their ops are cut into fewer parts. Promising candidates are planned whole, and priced by the
+schedule of their programs. As prices are predictions, a candidate must beat the plan on all devices by more than the model's
+error.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PIPELINES, _BRANCHES = "pipelines", "branches"
 
 
 def best_placement(asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], batch_argnums: BatchArgnums) -> Plan | PlacedPlan:
-    """The plan on all devices; or one on groups of devices that is faster by more than `Constants.model_error`, or that alone
+    """The plan on all devices; or one on groups of devices, if it is faster by more than `Constants.model_error` or only it
     fits in memory.
 
     An interrupt returns the best plan so far; before there is one, it is raised.
@@ -59,12 +60,12 @@ def best_placement(asked: Asked, plan_on_all_devices: Callable[[Asked], Plan], b
 
 
 def best_microbatches(asked: Asked, stages: int, each: int | None, batch_argnums: BatchArgnums) -> Plan | PlacedPlan:
-    """The fastest pipeline of so many stages over numbers of microbatches; ``each`` as in `staged_plan`.
+    """The fastest pipeline of this many stages, over several numbers of microbatches; ``each`` as in `staged_plan`.
 
     An interrupt returns the best plan so far; before there is one, it is raised.
 
     Raises:
-        ShardplanError: for what is wrong with all of them.
+        ShardplanError: the first candidate's error, if there is no plan.
     """
     refuse_with_groups({"backend": asked.searcher.wanted.backend != "explicit"})
     search = _Search(asked, batch_argnums)
@@ -89,7 +90,7 @@ def microbatch_counts(program: Program, batch: Sequence[int], stages: int) -> tu
 
 
 class _Search:
-    """What was tried so far, and the best of it. ``best`` fits in memory."""
+    """The candidates tried so far, and the best plan of them, which fits in memory."""
 
     def __init__(self, asked: Asked, batch_argnums: BatchArgnums) -> None:
         self.best: Plan | PlacedPlan | None = None
@@ -101,7 +102,7 @@ class _Search:
         self._stopped: anytime.Stopped = ""
 
     def over(self, *ways: Callable[[], None]) -> None:
-        """Tries candidates in these ways, until time is over or an interrupt comes; before there is a plan, that is raised."""
+        """Tries candidates in these ways until time is up or an interrupt arrives, which is raised if there is no plan yet."""
         try:
             for way in ways:
                 way()
@@ -115,7 +116,7 @@ class _Search:
     # -- candidates ----------------------------------------------------------------------------------------------------
 
     def all_devices(self, make: Callable[[Asked], Plan]) -> None:
-        """Makes the plan on all devices; where it does not fit, those in microbatches."""
+        """Makes the plan on all devices; where it does not fit, makes plans in microbatches."""
         try:
             self._everywhere = make(self._heard(_ALL, 0.0, 0.5))
         except MemoryLimitError as error:
@@ -133,7 +134,7 @@ class _Search:
 
     @cached_property
     def _blocks(self) -> int:
-        """The equal blocks in a row of the forward pass, or the layers of its loop."""
+        """The number of consecutive equal blocks in the forward pass, or of layers in its loop."""
         program = self._asked.traced.program
         return max(equal_blocks(flatten(program, replicate=self._asked.searcher.replicate)), looped_layers(program))
 
@@ -147,7 +148,7 @@ class _Search:
             self.stages(stages, None, 0.5 + 0.4 * n / len(counts))
 
     def stages(self, stages: int, each: int | None, progress: float = 0.0) -> None:
-        """Tries pipelines of so many stages; ``each`` as in `staged_plan`."""
+        """Tries pipelines of this many stages; ``each`` as in `staged_plan`."""
         self._with_counts(stages, f"{stages} stages", partial(self._pipeline, stages, each, progress))
 
     def _pipeline(self, stages: int, each: int | None, progress: float, parts: Microbatches) -> Plan | PlacedPlan | None:
@@ -165,7 +166,7 @@ class _Search:
         return self._try(what, lambda: staged_plan(here, stages, each, self._staged(stages, parts)))
 
     def _staged(self, stages: int, parts: Microbatches) -> Staged:
-        """The step in these microbatches for so many stages. Without a loop over layers it is the same for any number."""
+        """The step in these microbatches for this many stages. Without a loop over layers, it does not depend on ``stages``."""
         program, replicate = self._asked.traced.program, self._asked.searcher.replicate
         for key in ((0, parts.count), (stages, parts.count)):
             if key in self._programs:
@@ -174,7 +175,7 @@ class _Search:
         return self._programs.setdefault((0 if staged.layers is None else stages, parts.count), staged)
 
     def _with_counts(self, least: int, what: str, attempt: Callable[[Microbatches], Plan | PlacedPlan | None]) -> None:
-        """Tries with ``least`` microbatches, or those given, and with more as long as that is faster."""
+        """Tries the number of microbatches that was given; else ``least``, and more as long as that is faster."""
         asked, fastest_s = self._asked, math.inf
         try:
             batch = asked.microbatches.batch or checked_microbatches(asked.traced, least, self._batch_argnums).batch
@@ -189,16 +190,16 @@ class _Search:
                 if plan is not None and plan.step_time_s >= fastest_s:
                     return
                 fastest_s = fastest_s if plan is None else plan.step_time_s
-        except MicrobatchError as error:  # none of these numbers can be
+        except MicrobatchError as error:  # no number of microbatches works
             self._leave_out(what, error)
 
     def _estimate_s(self, stages: int, count: int) -> float:
-        """An estimate, on the low side, of the seconds of a pipeline: the least compute of any plan, and the least that devices
-        wait.
+        """A low estimate of a pipeline's seconds: the least compute of any plan, and the least time that devices wait.
 
-        Stages run an op in at least as many parts as there are devices (``count`` microbatches on a ``stages``-th of them), and
-        parts are not cheaper than their share of the op. Only ops outside of the loop may have fewer launches. ZB-H1 (Qi et al.
-        2023, section 2.3) waits a third of what 1F1B does, which is (S - 1) / M of the compute; two chunks a stage halve that.
+        Stages run an op in at least as many parts as there are devices (``count`` microbatches, each on 1 / ``stages`` of
+        them), and a part costs at least its share of the op. Only ops outside of the loop may have fewer launches. ZB-H1 (Qi et
+        al. 2023, section 2.3) waits a third as long as 1F1B, which waits (S - 1) / M of the compute; two chunks a stage halve
+        that.
         """
         if self._everywhere is None:
             return 0.0
@@ -247,7 +248,7 @@ class _Search:
     # -- the best ------------------------------------------------------------------------------------------------------
 
     def _to_beat_s(self, *, on_groups: bool) -> float:
-        """A candidate must take less: by the model's error if it runs on groups of devices and the best so far on all."""
+        """The step time to beat: the best so far, less the model's error if only the candidate runs on groups of devices."""
         if self.best is None:
             return math.inf
         return self.best.step_time_s / (1 + CONSTANTS.model_error if on_groups and isinstance(self.best, Plan) else 1)
@@ -286,12 +287,12 @@ class _Search:
     # -- progress ------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Ends the search where its time is over and there is a plan."""
+        """Ends the search if its time is up and there is a plan."""
         if self.best is not None and anytime.late(self._asked.searcher.wanted.deadline):
             raise anytime.OutOfTimeError
 
     def _heard(self, what: str, low: float, high: float | None = None) -> Asked:
-        """The same question, whose observer hears ``what`` and the progress from ``low`` to ``high``."""
+        """The same request, with an observer that reports ``what`` and progress from ``low`` to ``high``."""
         searcher = self._asked.searcher
         tell, width = searcher.wanted.observer, 0.0 if high is None else high - low
 
@@ -302,17 +303,17 @@ class _Search:
         return replace(self._asked, searcher=replace(searcher, wanted=wanted, fallback=Fallback()))
 
     def _stop(self, why: anytime.Stopped) -> None:
-        """Notes what ended the search early."""
+        """Records what ended the search early."""
         self._stopped = why
         self._leave_out("others", f"not tried: {'the time budget is over' if why == 'time budget' else why}")
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def result(self, auto: AutoPlacement | None) -> Plan | PlacedPlan:
-        """The best plan, with what it was chosen among, and what ``placement="auto"`` was asked for.
+        """The best plan, with the candidates that it was chosen among, and the request of ``placement="auto"``.
 
         Raises:
-            ShardplanError: if there is none: what is wrong with the first candidate.
+            ShardplanError: the first candidate's error, if there is no plan.
         """
         if self.best is None:
             assert self._error is not None, "a candidate that is no plan has an error"

@@ -48,7 +48,7 @@ _Way = TypeVar("_Way")
 
 @runtime_checkable
 class Placed(Protocol):
-    """What says where the ops of a step run, as the result of `shardplan.place` does."""
+    """An object that says where the ops of a step run, such as the result of `shardplan.place`."""
 
     def assignment_of(self, program: Program, cluster: Cluster) -> Assignment:
         """The group of devices of each op of a traced step."""
@@ -62,7 +62,7 @@ def on_groups(asked: Asked, stages: int, each: int | None, placement: PlacementL
     """The plan of a step on groups of devices: as a pipeline, with ``each`` as in `staged_plan`, or as a placement says.
 
     Raises:
-        ShardplanError: for both at once, or for options that a placement does not take.
+        ShardplanError: for a pipeline beside a placement, or for options that a placement does not take.
         PlacementError: as `staged_plan` and `placed_plan`.
     """
     wanted = asked.searcher.wanted
@@ -88,8 +88,8 @@ def placed_plan(asked: Asked, assignment: Assignment, origin: str) -> PlacedPlan
 def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Staged | None = None) -> PlacedPlan:
     """The fastest plan of a step as a pipeline of stages, on equal groups of consecutive devices.
 
-    A stage is ``each`` chunks of the layers; None: one, or two where that is faster. With loops over layers, it is one chunk of
-    each loop. ``staged`` is the step in its microbatches and in its stages' layers, if it is known.
+    A stage is ``each`` chunks of the layers (None: one, or two where that is faster). Where the step loops over layers, a stage
+    is one chunk of each loop. ``staged`` is the step cut into microbatches and stages, if it is known.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need, names mesh axes, or has a loop over layers that
@@ -119,7 +119,7 @@ def staged_plan(asked: Asked, stages: int, each: int | None = None, staged: Stag
 
 
 def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: PlacedPlan) -> PlacedPlan:
-    """A pipeline of two chunks for each group where that is faster than the plan of one each, else that plan."""
+    """The faster of ``plan``, which has one chunk for each group, and a pipeline with two chunks for each."""
     if plan.stopped or anytime.late(asked.searcher.wanted.deadline):
         return plan
     try:
@@ -135,11 +135,11 @@ def _in_two_chunks(asked: Asked, staged: Staged, groups: Sequence[Group], plan: 
 
 
 def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: tuple[int, ...]) -> PlacedPlan:
-    """The fastest plan that fits of a pipeline in these chunks, each on the group that ``chunks`` says.
+    """The fastest plan that fits for a pipeline of these chunks; ``chunks`` has the group of each.
 
-    Its stages are planned for as many microbatches in flight as 1F1B has; where memory is short so, also for at most half as
-    many, as long as that is faster. If nothing fits, they are planned for all microbatches at once. The deadline or an interrupt
-    ends this with the best so far.
+    Stages are planned for the microbatches in flight under 1F1B. Where memory is short, their number is also halved, as long as
+    that is faster. If nothing fits, they are planned for all microbatches at once. The deadline or an interrupt ends this with
+    the best so far.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need.
@@ -170,12 +170,12 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
 
 
 def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:
-    """The fastest plan of several ways. ``planned`` makes one, and says whether the ways after it may be better.
+    """The fastest plan of several ways. ``planned`` makes the plan of one way, and says whether later ways may be better.
 
     An interrupt or the deadline ends this with the best so far.
 
     Raises:
-        MemoryLimitError: if no way fits: that of the way that needs least, of those that name what all groups need.
+        MemoryLimitError: if no way fits: the one with the smallest need, among those that count all groups if there are any.
     """
     found: list[PlacedPlan] = []
     refused: list[MemoryLimitError] = []
@@ -292,10 +292,10 @@ def _fitting(
     if (free := tried[0].free_peak) > limit:  # groups may share devices, and hold more in that order than their own programs do
         most = max(plan.peak_bytes for plan in tried[0].plans)
         fixed = max(argument_bytes(tried[0].placed.graph, g) for g in range(len(groups)))
-        # with this much for each group, that order fits if what it needs beside arguments is in proportion
+        # with this limit for each group, that order fits if its memory beside arguments is in proportion
         share = fixed + (most - fixed) * (limit - fixed) // (free - fixed)
         for memory in (share, (share + most) // 2):
-            with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
+            with contextlib.suppress(MemoryLimitError):  # a group's own error: this limit is too small
                 tried.append(within(memory, tried[0].made))
                 break
     fitting = [own for own in tried if own.peak <= limit]
@@ -307,12 +307,12 @@ def _fitting(
 
 
 def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:
-    """The path of the argument that each part of layers is a part of, by its own path."""
+    """The path of the argument that each part of layers is cut from, by the part's path."""
     return {} if layers is None else {part_paths[part]: paths[i] for part, i in layers.arrays.items()}
 
 
 def _first_stop(plans: Sequence[PlanData]) -> anytime.Stopped:
-    """What ended the search of a group early. After an interrupt, other groups may have been ended by their deadline."""
+    """What ended the search of a group early: an interrupt, even if the deadline ended other groups."""
     stopped = {plan.stopped for plan in plans}
     return "interrupted" if "interrupted" in stopped else "time budget" if "time budget" in stopped else ""
 
@@ -331,7 +331,7 @@ def _assignment(asked: Asked, placement: PlacementLike) -> Assignment:
 
 
 def placement_text(placement: Any, program: Program, cluster: Cluster) -> str:
-    """A placement as text that is the same in every process: what it says of the ops of a step, or the content of its file."""
+    """A placement as text that is the same in every process: the groups of the step's ops, or the content of its file."""
     if isinstance(placement, Placed):
         found = placement.assignment_of(program, cluster)
         return repr((found.groups, sorted(found.of.items())))

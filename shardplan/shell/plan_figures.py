@@ -1,4 +1,4 @@
-"""What a plan says of itself, read off its data."""
+"""The properties of a plan that read its data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _Declared = PlanData if TYPE_CHECKING else object
 
 
 class Figures(_Declared):
-    """Has every field and property of `PlanData`, as a property that reads it off ``data``."""
+    """Has every field and property of `PlanData`, as a property that reads ``data``."""
 
     _data: PlanData
 
     @property
     def data(self) -> PlanData:
-        """Everything that the plan says so far; `completed` adds the bound and the baselines."""
+        """The plan as plain data; `completed` adds the bound and the baselines."""
         return self._data
 
 

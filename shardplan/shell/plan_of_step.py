@@ -57,7 +57,8 @@ class Plan(PlannedStep, Figures):
     """How a step runs on a cluster. Made by `shardplan.plan` or `shardplan.load`.
 
     ``data`` holds everything that the plan says; most properties here return its fields. The bound, the baselines and the
-    explanations need the search: they ask ``session`` when first used. The bound and the baselines are then kept in ``data``.
+    explanations need the search (``session``) and are computed on first use. The bound and the baselines are then kept in
+    ``data``.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Plan(PlannedStep, Figures):
 
     def _repr_html_(self) -> str:
         """The plan in notebooks. The bound and the baselines are computed now if they are missing."""
-        from shardplan.report.html_fragment import plan_fragment  # it is seldom asked for
+        from shardplan.report.html_fragment import plan_fragment  # rarely needed
 
         return plan_fragment(self.completed())
 
@@ -103,7 +104,7 @@ class Plan(PlannedStep, Figures):
     @property
     def gap(self) -> float:
         """How far ``step_time_s`` lies above ``lower_bound_s``, as a fraction of that."""
-        self.lower_bound_s  # noqa: B018 - asks for the bound where it is not known yet
+        self.lower_bound_s  # noqa: B018 - computes the bound if it is missing
         return self._data.gap or 0.0
 
     @property
@@ -121,7 +122,7 @@ class Plan(PlannedStep, Figures):
         return self._data
 
     def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped) -> Plan:
-        """This plan, with what it was chosen among (``placements_tried``), and what ended that search early."""
+        """Records the candidates (``placements_tried``) and what ended their search early; returns this plan."""
         self._data = replace(self._data, placements_tried=tuple(tried), stopped=self._data.stopped or stopped)
         return self
 
@@ -160,7 +161,7 @@ class Plan(PlannedStep, Figures):
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh (Auto axes) on these devices, by default `jax.devices()`, or those of the mesh that was planned for.
+        """The mesh (Auto axes) on these devices; by default on those of the user's mesh, else on `jax.devices()`.
 
         A plan that splits an axis of the user's mesh has an axis for each part.
 
@@ -170,7 +171,7 @@ class Plan(PlannedStep, Figures):
         if self.user_mesh is not None and devices is None:
             sizes, names = [f.size for f in self.factors], tuple(f.name for f in self.factors)
             if tuple(name for name, size in self.user_mesh.shape.items() if size > 1 or name in names) == names:
-                return self.user_mesh  # axes of one device are no factors
+                return self.user_mesh  # axes of one device are not factors
             return Mesh(self.user_mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
         return build_mesh(self.cluster, self.factors, {f.name: (i,) for i, f in enumerate(self.factors)}, devices)
 
@@ -185,12 +186,12 @@ class Plan(PlannedStep, Figures):
         return bare(jax.tree.unflatten(self.traced.out_tree, shardings), self.flat_in_shardings(mesh))
 
     def flat_in_shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """One sharding for each leaf of the arguments, in the memory in which it lies between steps."""
+        """One sharding for each leaf of the arguments, with the memory that holds it between steps."""
         offloaded = self.program.offloaded
         return [_sharding(mesh, spec, i in offloaded) for i, spec in enumerate(self.flat_in_specs)]
 
     def flat_out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """One sharding for each leaf of the result, in the memory in which it is left."""
+        """One sharding for each leaf of the result, with the memory in which the step leaves it."""
         hosted = self.program.hosted
         return [_sharding(mesh, spec, o in hosted) for o, spec in enumerate(self.flat_out_specs)]
 
@@ -198,7 +199,7 @@ class Plan(PlannedStep, Figures):
         """One argument, made from the data of this process alone: each process gives its part of the global batch.
 
         Raises:
-            ArgumentError: if it is another part than the devices of this process hold, or has another dtype.
+            ArgumentError: if the data are not the part that this process's devices hold, or have another dtype.
             ShardplanError: for an argument that does not exist, or one of another structure.
         """
         mesh = mesh or self.mesh()
@@ -232,15 +233,15 @@ class Plan(PlannedStep, Figures):
 
         ``backend`` is "explicit" (each device runs its own program, which sends what was planned), "specs" (XLA's partitioner
         follows the plan's PartitionSpecs) or "auto" (the plan's own ``backend``). The program is compiled with the plan's own
-        ``xla_flags``; with those of a dict instead, or with none if it is False. A flag that the environment's XLA_FLAGS sets
-        keeps its value there. ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``,
-        arguments must be weakly typed (as Python numbers are) exactly where the planned ones were; without, the step computes
-        with the planned types. Values that the step closes over are those of planning.
+        ``xla_flags``; a dict replaces them, and False means none. A flag that XLA_FLAGS in the environment sets keeps that
+        value. ``drop`` leaves out the exchange of that number, to test that verification notices. With ``weak``, arguments must
+        be weakly typed (as Python numbers are) exactly where the planned ones were; without, the step computes with the planned
+        types. Values that the step closes over stay as they were when it was planned.
 
         Raises:
             PlanFileError: if ``step`` is not the step that was planned.
-            ShardplanError: for a backend that does not exist, for ``xla_flags`` that are none, or if the plan was made for
-                "explicit" and cuts an op in a way that "specs" gets wrong.
+            ShardplanError: for a backend that does not exist, for invalid ``xla_flags``, or if the plan was made for "explicit"
+                and cuts an op in a way that "specs" gets wrong.
         """
         name, step = self.backend_for(backend), with_arguments_of(step, self.step)
         self.check_step(step)
@@ -297,7 +298,7 @@ class Plan(PlannedStep, Figures):
 
     @property
     def sends(self) -> tuple[Send, ...]:
-        """Every collective instruction of the explicit backend, with its bytes and its times a step."""
+        """Every collective instruction of the explicit backend, with its bytes and its number of runs in a step."""
         return sends(self.schedule, self.planned)
 
     @property
@@ -318,7 +319,7 @@ class Plan(PlannedStep, Figures):
         return collectives_of(self.session, run)
 
     def on_shapes(self, traced: Traced) -> Plan:
-        """The choices of this plan for its step traced on other shapes; a PlanFileError says where they do not fit."""
+        """The choices of this plan, applied to its step traced on other shapes; a PlanFileError says where they do not fit."""
         program, graph = fitted("the plan", self._data, traced)
         copy = Plan(self._data, traced=traced, program=program, graph=graph, step=self.step, user_mesh=self.user_mesh)
         copy._data = replace(self._data, peak_bytes=math.ceil(peak_bytes(copy.schedule, copy.planned)))
@@ -329,12 +330,12 @@ class Plan(PlannedStep, Figures):
     def simulate(self, overlap: bool = True, contention: float | tuple[float, float] | None = None) -> Timeline:
         """Simulates one step of the explicit program: compute and each level's links run at once (FlexFlow, section 5).
 
-        Without ``overlap`` all tasks run one after the other, in the order of the program. ``contention`` is how many times as
-        long compute and communication take while both run: a factor for both, or one for each (1.0 for none; default: the
+        Without ``overlap`` all tasks run one after the other, in the order of the program. ``contention`` is the factor by
+        which compute and communication slow down while both run: one for both, or one for each (1.0 for none; default: the
         device's).
 
         Raises:
-            ShardplanError: for a factor below 1 or above 1000, or what is no factor.
+            ShardplanError: for a factor below 1 or above 1000, or a value that is no factor.
         """
         given = self.cluster.device.contention if contention is None else contention
         factors = given if isinstance(given, tuple) else (given, given)
@@ -389,7 +390,8 @@ class Plan(PlannedStep, Figures):
     def explain(self, path: str | None = None) -> str:
         """The reasons for the plan, as text.
 
-        For a path (or a glob of paths): the choice, the costs of alternatives, and the source line. Without: the whole plan.
+        For a path (or a glob of paths): the choice, the costs of alternatives, and the source line. Without one: the whole
+        plan.
         """
         return explain(self.completed(), self.session, path)
 
@@ -400,7 +402,7 @@ class Plan(PlannedStep, Figures):
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced only once the new one is complete.
 
-        The file holds the bound, the baselines and all explanations: those not asked for yet are worked out first.
+        The file holds the bound, the baselines and all explanations: those that are missing are computed first.
         """
         save(self._whole(), file)
 
@@ -456,7 +458,7 @@ class Plan(PlannedStep, Figures):
         Raises:
             ShardplanError: if the file cannot be written.
         """
-        from shardplan.report.html_page import page, page_data  # it is seldom asked for
+        from shardplan.report.html_page import page, page_data  # rarely needed
 
         data = self.completed()
         shown = page_data(data, self.session, self.planned, self.simulate(), title=title, score=score)

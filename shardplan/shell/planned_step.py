@@ -1,4 +1,4 @@
-"""What every plan does with its step: it checks steps and arguments, and places arguments."""
+"""The base of all plans: it checks steps and arguments, and places arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("shardplan")
 
 
 class PlannedStep(ABC):
-    """A step that was planned, as it was traced."""
+    """A step that was planned, and its trace."""
 
     traced: Traced
     step: Callable[..., Any]
@@ -46,7 +46,7 @@ class PlannedStep(ABC):
     def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
         """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
 
-        Of a step that takes some by name, these are given in ``kwargs``, and the result is ``(args, kwargs)``.
+        If the step takes arguments by name, they are given in ``kwargs``, and the result is ``(args, kwargs)``.
 
         Raises:
             ArgumentError: for an array of another shape or dtype than was planned.
@@ -79,7 +79,7 @@ class PlannedStep(ABC):
     def fetch(self, tree: Any, *, devices: Sequence[Any] | None = None) -> Any:
         """The tree with whole arrays of NumPy in place of its arrays, in every process: a loss to print, or a state to save.
 
-        Processes that share a plan make the same calls of this in the same order: what lies on the plan's devices is sent to all.
+        Processes that share a plan must make these calls in the same order, as arrays on the plan's devices are sent to all.
         """
         return jax.tree.map(Places(self.meshes(devices)).fetch, tree)
 
@@ -111,14 +111,14 @@ class PlannedStep(ABC):
     ) -> Judged:
         """Runs the step on these arguments under the plan and on one device, and compares each leaf of the results. Where one
         device lacks the memory for the whole step, a shrunken copy runs instead, with the plan's layouts and cuts: on the first
-        samples and, where that is still too much, with the first layers of state that a scan runs over. ``fewer``
-        and ``ran`` of the result say so.
+        samples and, where that is still too much, with the first layers of state that a scan runs over. ``fewer`` and ``ran``
+        of the result describe the copy.
 
-        If the results differ, the step also runs op by op on one device. If they equal that, the step compiled for one device is
-        wrong: ``reference`` of the result and a warning say where.
+        If the results differ, the step also runs op by op on one device. If the plan's results equal those, the step compiled
+        for one device is wrong: ``reference`` of the result and a warning say where.
 
-        What is equal is equal up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs take copies.
-        ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
+        Results are equal if they agree up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs
+        take copies. ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
 
         Raises:
             CheckError: if a leaf differs.
@@ -152,15 +152,15 @@ class PlannedStep(ABC):
 
 
 def _named(x: Any, sharding: NamedSharding) -> Any:
-    """An array in its place, which on one device could have a sharding without a mesh: `PlannedStep.fetch` would not know it."""
+    """An array with its planned sharding: on one device it may have one without a mesh, which `fetch` does not recognise."""
     return jax.device_put(x, sharding) if isinstance(getattr(x, "sharding", None), SingleDeviceSharding) else x
 
 
 def _made_in_place(
     make: Callable[..., list[Any]], args: Sequence[Any], shapes: Sequence[Any], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
-    """The leaves that a function makes, of these types and with these shardings: for each group of devices a program that makes
-    its own. A process runs those of the groups of whose devices it owns some.
+    """The leaves that a function makes, of these types and with these shardings. One program for each group of devices makes
+    the group's leaves. A process runs the programs of groups in which it owns devices.
     """
     groups: dict[Any, list[int]] = {}
     for n, sharding in enumerate(shardings):

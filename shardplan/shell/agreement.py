@@ -57,7 +57,7 @@ _GRACE_S = 10.0
 _REMEDY = "start the same program, with the same versions, cluster and options, in every process"
 
 _rounds: Counter[tuple[int, ...]] = Counter()
-"""The number of agreements of each group of processes; all its members count alike, as they run the same program."""
+"""The number of agreements of each group of processes. Its members count alike, as they run the same program."""
 
 
 @overload
@@ -145,8 +145,8 @@ class ProcessGroup:
 
 
 def group_of(cluster: ClusterLike, devices: Sequence[Any] | None, timeout_s: float) -> ProcessGroup | None:
-    """The processes that own a plan's devices: those of ``devices`` or of a mesh, else all. None if there is only one, or if
-    this process is not among them.
+    """The processes that own a plan's devices: those of ``devices`` or of a mesh, else all. None for one process, or if this
+    one is not among them.
 
     Raises:
         ShardplanError: if ``timeout_s`` is not a positive number.
@@ -300,7 +300,7 @@ class _Terms:
 
 
 _SHORT = 80
-"""The length up to which a message shows the text of a placement; of a longer one it shows a hash."""
+"""The length up to which a message shows the text of a placement, not its hash."""
 
 _OWN_OR_SHOWN = ("memory_limit", "observer", "placement", "traced")
 """The options that are compared in another form, or that may differ between processes."""

@@ -119,7 +119,7 @@ def plan(
             axes of a `jax.sharding.Mesh` stay whole unless no dim divides by them.
         donate_argnums: Arguments whose buffers the step may reuse; negative numbers count from the end.
         time_budget_s: Seconds for all of planning, tracing included. Then the best plan so far is returned, and
-            ``plan.stopped`` says so. A first plan is always made, however long its tables take.
+            ``plan.stopped`` says so. A first plan is always made.
         observer: Called with the current activity and the fraction done. Its method ``best``, if it has one, is called with the
             seconds of the best plan so far and a lower bound over the layouts of its mesh.
         replicate: Primitives without a description that may run whole on every device.
@@ -142,13 +142,13 @@ def plan(
         kwargs: The arguments that the step takes by name alone. ``plan.in_specs`` and ``plan.put`` have them after all others,
             in the order of their names; the jitted step takes them by name.
         placement: Where ops run. "one": every op on all devices. "auto": the same, unless a pipeline or branches on groups of
-            devices are faster by more than the model's error, or only they fit; ``plan.placements_tried`` lists the candidates,
-            and ``microbatches``, if given, holds for all of them. A `shardplan.place` result, or the file that it was saved to:
-            each op runs on its devices there, and the ops of each group of devices are planned together. A plan on groups is a
+            devices are faster by more than the model's error, or only they fit; ``plan.placements_tried`` lists them, and
+            ``microbatches``, if given, holds for all. A `shardplan.place` result, or the file that it was saved to: each op
+            runs on its devices there, and the ops of each group of devices are planned together. A plan on groups is a
             `PlacedPlan`.
         microbatches: The number of parts into which the batch is cut. They run one after the other, each through all ops that
-            depend on the batch; sums over the batch (gradients, the loss) are added up. The step and its results are unchanged.
-            A step that does not fit whole may fit in parts.
+            depend on the batch; sums over the batch (gradients, the loss) are added up. Results are unchanged. A step that does
+            not fit whole may fit in parts.
         batch_argnums: The arguments that are the batch; by default the arrays that are not state and whose first dim is the
             most frequent one.
         traced: ``plan.traced`` of an earlier plan of this step, for the same arguments and ``donate_argnums``: the step is not

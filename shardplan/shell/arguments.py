@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     All commands share one file of options (`shardplan.shell.config_file`). ``refused`` are options at its top level that this
     command does not take. ``replaces`` maps an option of the command line to the options of the file that it replaces.
-    ``needs`` maps an option of the file to the number of positional words below which it is ignored.
+    ``needs`` has the number of positional words that an option of the file needs to apply.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

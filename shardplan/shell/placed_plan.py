@@ -235,13 +235,13 @@ class PlacedPlan(PlannedStep):
         return self._data.stopped
 
     def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped, auto: AutoPlacement | None = None) -> PlacedPlan:
-        """Records the candidates (``placements_tried``), what ended their search early and the request; returns this plan."""
+        """Records the candidates (``placements_tried``), what ended their search early, and the request."""
         data = self._data
         self._data = replace(data, placements_tried=tuple(tried), stopped=stopped or data.stopped, auto=auto)
         return self
 
     def asked_for_chunks(self, each: int) -> PlacedPlan:
-        """Records how many chunks of each stage were asked for; returns this plan."""
+        """Records how many chunks of each stage were asked for."""
         self._data = replace(self._data, chunks_asked=each)
         return self
 

@@ -122,7 +122,7 @@ class Plan(PlannedStep, Figures):
         return self._data
 
     def chosen_among(self, tried: Sequence[TriedPlacement], stopped: Stopped) -> Plan:
-        """Records the candidates (``placements_tried``) and what ended their search early; returns this plan."""
+        """Records the candidates (``placements_tried``) and what ended their search early."""
         self._data = replace(self._data, placements_tried=tuple(tried), stopped=self._data.stopped or stopped)
         return self
 

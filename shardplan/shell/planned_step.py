@@ -117,8 +117,8 @@ class PlannedStep(ABC):
         If the results differ, the step also runs op by op on one device. If the plan's results equal those, the step compiled
         for one device is wrong: ``reference`` of the result and a warning say where.
 
-        Results are equal if they agree up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs
-        take copies. ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
+        Equal means equal up to rounding, as for `shardplan verify`. The arguments stay as they are: both runs take copies.
+        ``kwargs``, ``devices``, ``backend`` and ``drop`` are as for `put` and `jit`.
 
         Raises:
             CheckError: if a leaf differs.

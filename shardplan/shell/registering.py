@@ -27,19 +27,19 @@ from shardplan.user_code import users_code
 Function = Callable[..., Any]
 
 _FAR = 0.02
-"""The part of the largest element by which a kernel may differ from the function that it is like: each product of a bfloat16
-kernel rounds by up to 2**-8, and kernels hold several; another function differs by far more.
+"""The largest difference allowed between a kernel and its ``like`` function, as a part of the largest element: each product of
+a bfloat16 kernel rounds by up to 2**-8, and kernels have several; a different function differs by far more.
 """
 
 
 def register(
     target: Any, *, example: Sequence[Any] | None = None, run: Function | None = None, like: Function | None = None
 ) -> Any:
-    """Registers how a kernel can be cut: a decorator of a TDL description (`shardplan.tdl.register.register`), or, with ``like``,
-    at once.
+    """Registers how a kernel can be cut: at once with ``like``, else as a decorator of a TDL description
+    (`shardplan.tdl.register.register`).
 
-    ``like(*args)`` is a plain function that computes what the kernel does. Its ops say which dims may be split, for each shape
-    that is met: a dim that every op treats alike on each share can be cut, and a dim that is summed over gives terms of a sum.
+    ``like(*args)`` is a plain function that computes what the kernel does. Its ops say which dims can be cut, for each shape
+    that occurs: a dim that every op treats alike on each share can be cut, and a dim that is summed over gives partial sums.
     ``like`` and the kernel are compared on ``example``, which must be given, and every cut is run there on the kernel itself.
 
     ``target``, ``example`` and ``run`` are those of `shardplan.tdl.register.register`.
@@ -61,7 +61,7 @@ def register(
 
 
 def described_like(like: Function, example: Sequence[Any]) -> Function:
-    """The description of a function, as TDL: for operands of any shapes that it takes, with the tree of ``example``."""
+    """The TDL description of a function, for operands of any shapes that it takes, in the tree of ``example``."""
     leaves, tree = jax.tree.flatten(tuple(example))
     known: dict[tuple[jax.ShapeDtypeStruct, ...], tuple[Graph, tuple[FunctionCut, ...]]] = {}
 
@@ -87,7 +87,7 @@ def _cuts_of(like: Function, tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) 
     arrays = _closed_over(program)
 
     def again(own: Sequence[tuple[int, ...]]) -> Graph | None:
-        """The function for other shapes."""
+        """The function's graph for other shapes; None where it fails or closes over other arrays."""
         local = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(own, shapes, strict=True)]
         try:
             share = trace(like, *jax.tree.unflatten(tree, local)).program
@@ -115,7 +115,7 @@ def _product_flops(node: Node) -> float:
 def _result(
     operands: Sequence[TensorRef], loops: Sequence[FunctionCut], result: int, rank: int, read: frozenset[int], flops: float
 ) -> Function:
-    """The lambda of one result: an opaque function of the arguments that it reads, under the sums of which it is a term."""
+    """The lambda of one result: an opaque function of the arguments that it reads, inside the sums that add up to it."""
     dims = {loop.results[result]: n for n, loop in enumerate(loops) if isinstance(loop.results[result], int)}
     names = [f"loop{dims[d]}" if d in dims else f"whole{result}_{d}" for d in range(rank)]
     sums = [n for n, loop in enumerate(loops) if loop.results[result] == "sum"]
@@ -136,7 +136,7 @@ def _summed(
     hidden: tuple[Any, ...],
     of: tuple[int, frozenset[int], float],
 ) -> Any:
-    """The element at these loops, with the outermost of ``sums`` that are left."""
+    """The element at these loop indices, inside the remaining ``sums``, outermost first."""
     if sums:
         first, *rest = sums
         body = Named((f"loop{first}",), lambda index: _summed(operands, loops, rest, {**at, first: index}, hidden, of))
@@ -149,7 +149,7 @@ def _summed(
 def _slices(
     operands: Sequence[TensorRef], loops: Sequence[FunctionCut], read: frozenset[int], at: dict[int, Any]
 ) -> Iterator[Any]:
-    """What one element reads of each argument: its own part along the loops, all else whole."""
+    """The slice of each argument that one element reads: one index along the loops, all other dims whole."""
     for i in sorted(read):
         place = {loop.arguments[i]: at[n] for n, loop in enumerate(loops) if loop.arguments[i] is not None and n in at}
         yield operands[i][tuple(place.get(d, slice(None)) for d in range(len(operands[i].shape)))]
@@ -196,7 +196,7 @@ def _like_text(like: Function) -> str:
 
 
 def _largest(x: Any) -> float:
-    """The largest finite magnitude in an array; zero for what does not round."""
+    """The largest finite magnitude in an array; zero for a dtype that does not round."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return 0.0
     sizes = np.abs(np.asarray(x).astype(np.complex128))

@@ -1,4 +1,4 @@
-"""`shardplan.replan`: a plan made again for another cluster, from the plan before."""
+"""`shardplan.replan`: a new plan for another cluster, from an old one."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def replan(
     backend: str | None = None,
     time_model: str | None = None,
 ) -> Plan | Any:
-    """A plan of the same step for another cluster: a node was lost or added, or links or devices have become slower.
+    """A plan of the same step for another cluster, after a node was lost or added, or links or devices became slower.
 
-    It is searched anew, and from the layouts of ``plan`` where the factors of both clusters match
-    (`shardplan.plans.inherited`). So it takes no longer than the old layouts would on the new cluster, where these still fit
-    there and keep to the pins, and no longer than what `shardplan.plan` finds. The step is not traced again; a plan from
-    `shardplan.load` will do. `shardplan.reshard` moves a run's state to the new plan.
+    The search starts anew, and also from the layouts of ``plan`` where the factors of both clusters match
+    (`shardplan.plans.inherited`). So the new plan's step is no slower than that of `shardplan.plan`, nor than with the old
+    layouts, where these still fit in memory and keep to the pins. The step is not traced again; a plan from `shardplan.load`
+    will do. `shardplan.reshard` moves a run's state to the new plan.
 
     A plan with groups of devices is placed anew as it was asked for: with ``placement="auto"``, with as many stages and
-    microbatches, or on the groups that were given, if the cluster still has their devices. Its old layouts take no part. Where
-    the stages no longer divide the devices, there are fewer, and a warning. The result is a `PlacedPlan`, or a
-    `Plan` where that is faster or all that is left.
+    microbatches, or on the given groups, if the cluster still has their devices. Its old layouts are not used. Where the stages
+    no longer divide the devices, there are fewer of them, with a warning. The result is a `PlacedPlan`, or a `Plan` where that
+    is faster or only one stage is left.
 
     Args:
         plan: The plan to replace.
-        cluster: As for `shardplan.plan`, as are all options. Those that are not given are the old plan's: a memory limit that
-            the user gave, the pins that still apply, axes if they still multiply to the number of devices (what no longer holds
-            is dropped with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives,
-            microbatches and what lies in host memory stay as they are.
+        cluster: As for `shardplan.plan`, as are all options. Options that are not given come from the old plan: a memory limit
+            that the user gave, pins that still apply, axes that still multiply to the number of devices (others are dropped
+            with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives, microbatches and
+            arguments in host memory stay as they are.
 
     Raises:
-        ReshardError: for a plan on groups that were given, of which a device is gone.
+        ReshardError: for a plan on given groups, if one of their devices is gone.
         MemoryLimitError: if no plan fits.
         PinError, ClusterError: as for `shardplan.plan`.
     """
@@ -99,8 +99,8 @@ def replan(
 
 
 def warm_started(plan: Plan, mesh: Mesh | None) -> Plan:
-    """A plan for the same cluster from the layouts of ``plan``, whose step was traced for other shapes. Only where these layouts
-    do not divide the new shapes, or no longer fit, is it searched anew.
+    """A plan for the same cluster from the layouts of ``plan``, whose step was traced for other shapes. The search starts anew
+    only where these layouts do not divide the new shapes, or no longer fit.
     """
     return _replanned(plan, plan.cluster if mesh is None else mesh, warm=True)
 
@@ -155,8 +155,8 @@ def _replanned(
 
 
 def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, recompute: bool, warm: bool) -> Made:
-    """The fastest of what a search finds, the old layouts, and what a search from those finds; if ``warm``, without the first
-    where there are others.
+    """The fastest plan of a new search, of the old layouts, and of a search from those; if ``warm``, the first runs only where
+    the others find none.
 
     Raises:
         MemoryLimitError: if none of them fits.
@@ -182,7 +182,7 @@ def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, reco
 
 
 def _axes(plan: Plan, cluster: Cluster) -> Mapping[str, int] | None:
-    """The sizes of purposes that the old plan was given, if they have as many devices as the cluster."""
+    """The sizes of purposes that the old plan was given, if they multiply to the number of devices."""
     own: dict[str, int] = dict(plan.fixed_axes.items())
     if own and math.prod(own.values()) != cluster.size:
         sizes = ", ".join(f"{name}={n}" for name, n in own.items())
@@ -192,7 +192,7 @@ def _axes(plan: Plan, cluster: Cluster) -> Mapping[str, int] | None:
 
 
 def _pins(plan: Plan, cluster: Cluster) -> dict[str, Sequence[Entry]]:
-    """The pins of the old plan that its factors, or whole levels, can hold on the cluster."""
+    """The old plan's pins that hold on the cluster, over the matching factors or else over whole levels."""
     data = plan.data
     if not data.pins:
         return {}

@@ -1,4 +1,4 @@
-"""`shardplan.reshard`: a state of a run, moved to the layouts of another plan of its step; `resharding`: what that sends."""
+"""`shardplan.reshard` moves the state of a run to the layouts of another plan of its step; `resharding` prices that."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def reshard(
 ) -> Any:
     """The state of a run under the plan ``old``, in the layouts of ``new``, another plan of the same step.
 
-    One array moves after the other. Where both plans run on the same devices in the same order, an array that lies as ``old``
-    says moves by the cheapest program of collectives between its two layouts, in a jitted program. All other arrays of this
-    process move in pieces from device to device, each to where it is needed; of devices that hold the same, one of the new plan
-    sends. So no device, and no host, ever holds more of an array than its blocks before and after, and pieces of these. (Arrays
-    that span several processes, of which one lacks pieces that its devices need, move by `jax.device_put`, without that promise.)
-    An array that lies right already is returned as it is, and blocks that stay where they are may share memory with the old one:
-    do not use the old state after a step that donates the new one.
+    One array moves after the other. Where both plans run on the same devices in the same order, an array in its ``old`` layout
+    moves by the cheapest program of collectives between its two layouts, in a jitted program. All other arrays of this process
+    move in pieces from device to device; of several holders of a piece, one of the new plan sends it. So no device, and no
+    host, ever holds more of an array than its blocks before and after, and pieces of these. (An array that spans several
+    processes moves by `jax.device_put`, without that promise, where one lacks pieces that its devices need.) An array that is
+    already in place is returned as it is, and blocks that stay in place may share memory with the old array: do not use the old
+    state after a step that donates the new one.
 
     Args:
         state: All arguments of the step as a tuple, or the tree of one of them, such as the state that a step returned. nnx
@@ -54,7 +54,7 @@ def reshard(
         new: The plan to go on with. Its cluster may have another number of devices, some, all or none of the old ones.
         devices: Where ``new`` runs, as for `Plan.mesh`.
         argument: Which argument ``state`` is, where several have the same tree.
-        lost: Devices that nothing may be read from any more.
+        lost: Devices that can no longer be read.
 
     Raises:
         ReshardError: for plans of different steps, a state that is no argument of the step (or may be several of them), a leaf
@@ -80,15 +80,15 @@ def reshard(
 def resharding(old: AnyPlan, new: AnyPlan, *, argument: int | None = None, devices: Sequence[int] | None = None) -> Resharding:
     """What `reshard` sends between two plans of a step: ``bytes_per_device``, ``seconds``, and the movement of each array.
 
-    Seconds are those of the cost model: on the network of the new cluster, or of the old one where only that holds the devices
-    of both, one array after the other; None where neither does. No devices are needed.
+    The cost model prices ``seconds``, one array after the other, on the network of the new cluster, or of the old one where
+    only that has the devices of both; they are None where neither has. No devices are needed.
 
     Args:
         old: The plan under which the state was made.
         new: The plan to go on with.
         argument: The argument that moves; by default all do.
-        devices: For each device of the new cluster its number in the old one (numbers from ``old.cluster.size`` on are devices
-            that join); by default the first ones are the same.
+        devices: For each device of the new cluster, its number in the old one (numbers from ``old.cluster.size`` on are new
+            devices); by default, devices have the same number in both.
 
     Raises:
         ReshardError: for plans of different steps.
@@ -149,7 +149,7 @@ def _mover(
             raise ReshardError(f"{new.traced.program.input_paths[n]} is a {type(x).__name__}: place it with plan.put")
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
-        if _HOST in (x.sharding.memory_kind, sharding.memory_kind):  # it moves between devices alone
+        if _HOST in (x.sharding.memory_kind, sharding.memory_kind):  # moves are between device memories alone
             there = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
             return jax.device_put(moved(n, jax.device_put(x, x.sharding.with_memory_kind("device")), there), sharding)
         plan = plans.get(n)
@@ -216,7 +216,7 @@ def _paths(tree: Any) -> list[tuple[str, ...]]:
 
 
 def _unknown_tree(own: Any, known: Sequence[tuple[str, Any]]) -> str:
-    """The message for a state whose tree no argument has: both, in short."""
+    """The error text for a state whose tree no argument has; it shows the state's and the arguments'."""
     arguments = "; ".join(f"{name} has {_tree_text(tree)}" for name, tree in known)
     return (
         f"the state has {_tree_text(own)}, which is the tree of no argument of the step ({arguments}): give one argument, "

@@ -75,10 +75,10 @@ def score(
         cluster: As for `shardplan.plan`.
         in_shardings: PartitionSpecs, NamedShardings or None (whole on every device) for all arguments, as a tree like them or a
             prefix of it, as `jax.jit` takes it.
-        rules: In place of ``in_shardings``: {glob of paths: PartitionSpec}, of which the first that matches holds; or flax's
-            logical rules, pairs of a logical axis name and a mesh axis, for arguments that carry axis names; or pairs of both
-            kinds. An argument that no glob matches is sharded by the axis names that it carries, else as it lies, else not at
-            all. The same holds for every argument if neither ``rules`` nor ``in_shardings`` is given.
+        rules: In place of ``in_shardings``: {glob of paths: PartitionSpec}, where the first match counts; or flax's logical
+            rules, pairs of a logical axis name and a mesh axis, for arguments that carry axis names; or pairs of both kinds. An
+            argument that no glob matches is sharded by the axis names that it carries, else by its present sharding, else not
+            at all. The same holds for every argument if neither ``rules`` nor ``in_shardings`` is given.
         mesh: The axes that the specs name, slowest first: a Mesh, or sizes by name. By default those of the NamedShardings, else
             the levels of the cluster.
         measure: Also compile the step with these shardings for devices that are here (simulated ones will do), and count what
@@ -139,7 +139,7 @@ def scored(
 
 @dataclass(frozen=True, slots=True)
 class NumberedMesh:
-    """A mesh by the numbers of its devices [sizes]; ``sizes`` are those of the axes."""
+    """A mesh as an array of device ``numbers``, with one dim for each axis in ``sizes``."""
 
     sizes: Mapping[str, int]
     numbers: Any
@@ -147,9 +147,9 @@ class NumberedMesh:
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """The axes that specs name: their sizes, and for each its factors by the names that a plan gives them, major first.
+    """The axes that specs name: the size of each, and its factors by the names that a plan gives them, major first.
 
-    ``parts`` take the levels apart into these factors, as ``factors=`` of a plan does.
+    ``parts`` splits the levels into these factors, in the form of ``factors=``.
     """
 
     sizes: Mapping[str, int]
@@ -189,10 +189,10 @@ class _Axes:
 
 
 def _mesh_of(given: GivenShardings, mesh: Any, cluster: ClusterLike) -> Any:
-    """The mesh that specs are over; None for the cluster's levels.
+    """The mesh whose axes the specs name; None for the cluster's levels.
 
     Raises:
-        ClusterError: for several meshes, or one that is none.
+        ClusterError: for several meshes, or an invalid one.
     """
     if isinstance(mesh, Mapping) and not (mesh and all(isinstance(n, int) and n > 0 for n in mesh.values())):
         raise ClusterError(f"mesh={mesh!r}: give sizes by axis name, slowest first, for example {{'data': 4, 'tensor': 2}}")
@@ -260,7 +260,7 @@ def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike,
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The user's sharding with all else as XLA's partitioner infers it; as is best where it does not tell (``inferred``)."""
+    """The user's sharding, with all other layouts as XLA's partitioner infers them, or the best ones unless ``inferred``."""
 
     session: Session
     run: Scheduled
@@ -268,7 +268,7 @@ class _Step:
 
     @classmethod
     def of(cls, mine: Plan) -> _Step:
-        """For the plan in which all arguments lie as given."""
+        """From the plan in which all arguments lie as given."""
         with stand_ins(mine.traced.program):
             try:
                 layouts = inferred_layouts(mine.planned, mine.traced, mine.flat_in_specs)
@@ -306,7 +306,7 @@ def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constrain
 
 
 def _measured(mine: Plan, own: _Step, collectives: Sequence[PlannedCollective], constraints: str) -> MeasuredSharding:
-    """What XLA makes of the step on devices that are here."""
+    """The bytes and memory of the step as XLA compiles it for devices that are here."""
     traced, mesh = mine.traced, mine.mesh()
     if constraints == "keep":
         flat = flat_step(mine.step, traced, mine.donate_argnums)

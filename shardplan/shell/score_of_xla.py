@@ -1,4 +1,4 @@
-"""What XLA's partitioner adds to a user's sharding, in the user's names."""
+"""The collectives that XLA's partitioner adds to a user's sharding, in the user's names."""
 
 from __future__ import annotations
 

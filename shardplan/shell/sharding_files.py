@@ -24,7 +24,7 @@ from shardplan.shell.score import NumberedMesh
 
 @dataclass(frozen=True, slots=True)
 class ShardingFile:
-    """What a file says: rules as `shardplan.score` takes them, and the mesh that they are over (None: the cluster's levels)."""
+    """The content of a file: rules as `shardplan.score` takes them, and their mesh (None: the cluster's levels)."""
 
     rules: list[tuple[Any, Any]]
     mesh: Mapping[str, int] | NumberedMesh | None
@@ -47,7 +47,7 @@ def read_sharding(file: Path, cluster: Cluster, mesh: Mapping[str, int] | None, 
 
 
 def _with_idle(mesh: Mapping[str, int], own: Mapping[str, int] | NumberedMesh | None) -> Mapping[str, int]:
-    """The axes that the user names, and those of the file that they leave out where these cut nothing."""
+    """The axes that the user names, and the other axes of the file with size 1."""
     known = own.sizes if isinstance(own, NumberedMesh) else own or {}
     return {**mesh, **{name: 1 for name in known if name not in mesh}}
 
@@ -209,7 +209,7 @@ def _axes(file: Path, name: str, value: Any) -> Any:
 
 
 def _maxtext_mesh(file: Path, value: Mapping[str, Any], cluster: Cluster, mesh: Mapping[str, int] | None) -> Any:
-    """The mesh of MaxText's settings: each axis has a part between nodes (``dcn_``), the slower, and one inside (``ici_``)."""
+    """The mesh of MaxText's settings: each axis has a slow part between nodes (``dcn_``) and one inside (``ici_``)."""
     listed = value.get("mesh_axes")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
     if mesh is not None:
@@ -226,7 +226,7 @@ def _maxtext_mesh(file: Path, value: Mapping[str, Any], cluster: Cluster, mesh: 
 
 
 def _filled(file: Path, value: Mapping[str, Any], names: Sequence[str], part: str, count: int) -> Iterator[int]:
-    """The sizes of one part of the axes; one -1 stands for what is left of ``count`` devices."""
+    """The sizes of one part of the axes; one -1 stands for the rest of ``count`` devices."""
     sizes = [value.get(f"{part}_{name}_parallelism", 1) for name in names]
     wrong = next((name for name, n in zip(names, sizes, strict=True) if type(n) is not int or n < -1 or n == 0), None)
     if wrong is not None:

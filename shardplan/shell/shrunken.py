@@ -28,7 +28,7 @@ class Shrinkable(Runnable, Protocol):
 
     @property
     def data(self) -> PlanData | PlacedData:
-        """Everything that the plan says."""
+        """The plan as plain data."""
         ...
 
     def on_shapes(self, traced: Traced) -> Shrinkable:
@@ -44,8 +44,8 @@ def checked(
     tree: Any,
     devices: Sequence[Any] | None,
 ) -> Judged:
-    """Checks a plan as `shardplan.verify.check.check` does, or a shrunken copy where the whole step does not fit. ``jit`` is how
-    ``jitted`` was made of the plan.
+    """Checks a plan as `shardplan.verify.check.check` does, or a shrunken copy where the whole step does not fit. ``jit`` makes
+    the jitted step of a copy, as ``jitted`` was made of the plan.
 
     Raises:
         CheckError: if a leaf of the result differs, or if no number of it is finite.
@@ -75,7 +75,7 @@ def checked(
 
 
 def _options(plan: Shrinkable) -> Iterator[list[tuple[Fewer, ...]]]:
-    """The numbers of samples to try, one after the other, then those of layers."""
+    """The reductions to try: first the numbers of samples, one after the other, then the layers."""
     graph, ways = _ways(plan)
     yield [(samples,) for samples in fewer_samples(graph, ways)]
     layers = fewer_layers(graph, ways)
@@ -95,7 +95,7 @@ def _copy(plan: Shrinkable, fewer: Sequence[Fewer]) -> Shrinkable:
 
 
 def _primitives(program: Program) -> Iterator[str]:
-    """The name of each op, those of bodies behind their op."""
+    """The primitive of each op; the ops of a body follow their op."""
     for op in program.ops:
         yield op.primitive
         for body in op.bodies:
@@ -125,7 +125,7 @@ def _ways_of_one(data: PlanData, graph: Graph) -> Iterator[tuple[int, tuple[int,
 
 
 def _ways_of_groups(data: PlacedData, graph: Graph) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """How a plan on groups of devices cuts the step's arguments: each microbatch as its group has it."""
+    """How a plan on groups of devices cuts the step's arguments: into microbatches, each of which its group cuts."""
     layouts = [{a.path: a.layout for a in plan.arguments} for plan in data.groups]
     parts = data.groups[0].microbatches
     for i, (t, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):

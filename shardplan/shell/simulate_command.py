@@ -1,4 +1,4 @@
-"""The command `shardplan simulate`: what a step runs when, as a timeline."""
+"""The command `shardplan simulate`: when each task of a step runs, as a timeline."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A point to plan: its place in the order, its settings, those of the factory by name, the options of `plan`, the memory
-    limit that follows, and the price of a device. Points whose factory settings are the same values (``step`` has their numbers)
-    share a trace; those that are the same but for the memory limit (``plan``) may share a plan.
+    """A point to plan: its place in the order, its settings, the factory's arguments (``own``), the options of `plan`, the
+    memory limit that they give, and the price of a device. Points with the same factory settings (``step``, by number) share a
+    trace. Points that differ only in the memory limit (same ``plan``) may share a plan.
     """
 
     place: int
@@ -95,15 +95,15 @@ def sweep(
             "objective", "backend", "one_choice" and "time_model" are options of planning; every other name is a parameter of the
             factory.
         options: Parameters of the factory that stay the same.
-        price: Dollars for an hour of one device, by the cluster as it is given ("dgx-h100:4"), by its name ("dgx-h100") or by the
-            name of its device: the first of these that has a price.
-        name: What reports call the factory.
+        price: Dollars for an hour of one device, by the cluster as it is given ("dgx-h100:4"), its name ("dgx-h100") or its
+            device's name; the first of these that has a price counts.
+        name: The name of the factory in reports.
         observer: Called with the current activity and the fraction done.
         planning: Options of `shardplan.plan` that stay the same, such as ``cluster``.
 
     Raises:
-        ShardplanError: for a setting or an option that is none, given twice or without values, or for a cluster without a price.
-        TargetError: for a factory that is no function.
+        ShardplanError: for an unknown setting or option, one given twice or without values, or a cluster without a price.
+        TargetError: for a factory that is not a function.
         ClusterError: for a cluster that does not exist.
     """
     name = name or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', factory)}"
@@ -120,7 +120,7 @@ def _values(vary: object) -> dict[str, list[Any]]:
     """The values of each setting.
 
     Raises:
-        ShardplanError: for what is no mapping of lists, and for a setting without values or with one twice.
+        ShardplanError: if ``vary`` is not a mapping of lists, or a setting has no values or has one twice.
     """
     if not isinstance(vary, Mapping) or not vary:
         raise ShardplanError(f'vary={vary!r}: give at least one setting with its values, for example {{"batch": [32, 64]}}')
@@ -150,7 +150,7 @@ def _check_names(
     fixed: Mapping[str, Any],
     planning: Mapping[str, Any],
 ) -> None:
-    """Refuses settings and options that are none, and those that are given twice."""
+    """Refuses settings and options that are unknown or given twice."""
     if not callable(factory):
         raise TargetError(f"{factory!r} is no factory: give a function that returns (step, args)")
     own = keywords_of(factory)
@@ -176,8 +176,8 @@ def _check_names(
 def _rows(
     vary: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], planning: Mapping[str, Any], price: Mapping[str, float] | None
 ) -> list[_Row]:
-    """The points, checked as far as that takes no planning. Those with the same factory settings follow one another, those with
-    the largest memory limit first.
+    """The points, checked as far as possible without planning. Points with the same factory settings are adjacent, the largest
+    memory limit first.
     """
     rows: list[_Row] = []
     clusters: dict[int, tuple[Cluster, float | None]] = {}
@@ -244,7 +244,7 @@ def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], obser
 def _plan_points(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> None:
     """Adds the points of one step, each with its observer, to those that are done; the largest memory limits come first.
 
-    The plan under a larger limit is the plan under a smaller one too if it fits there. Where nothing fits, nothing fits less.
+    A plan under a larger limit also serves a smaller one that it fits. Where nothing fits, nothing fits a smaller limit.
 
     Raises:
         KeyboardInterrupt: if the search of a point was interrupted.
@@ -268,13 +268,13 @@ def _plan_points(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[
 
 
 def _may_recompute(row: _Row) -> bool:
-    """Whether the sweep itself says nothing on recomputation."""
+    """Whether the sweep leaves recomputation at its default, off."""
     return "remat" not in row.settings and row.planning.get("remat", "none") == "none"
 
 
 def _advise(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> None:
-    """Says what computing activations again would do for points that do not fit and differ only in the memory limit, found by
-    planning so under the smallest limit: what fits there fits under the others.
+    """Adds advice on ``remat="auto"`` to points that do not fit and differ only in the memory limit. It plans once, under the
+    smallest limit: what fits there fits the others.
     """
     least, part = min(rows, key=lambda own: own[0].limit_bytes)
     advice, needed = _recomputed(made, least, part)
@@ -288,7 +288,7 @@ def _advise(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, 
 
 
 def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
-    """The step of some settings, traced, with its samples; or the error that its factory or its trace ends in."""
+    """The step of some settings, traced, with its samples; or the text of the error that its factory or trace raises."""
     try:
         step, args = call_factory(factory, name, row.own)
         donated = positions(row.planning.get("donate_argnums", ()), len(args), "donate_argnums")
@@ -326,7 +326,7 @@ def _point(made: _Step, row: _Row, observer: Observer) -> Point:
 
 
 def _recomputed(made: _Step, row: _Row, observer: Observer) -> tuple[str, int | None]:
-    """(what computing activations again does for a point that does not fit, the bytes that it needs where it does not fit so)."""
+    """(advice on ``remat="auto"`` for a point that does not fit, the bytes that it needs if it still does not fit)."""
     try:
         planned = plan(made.step, *made.args, observer=observer, traced=made.traced, **{**row.planning, "remat": "auto"})
     except MemoryLimitError as error:
@@ -339,7 +339,7 @@ def _recomputed(made: _Step, row: _Row, observer: Observer) -> tuple[str, int | 
 
 
 def _neighbours(point: Point, points: Sequence[Point]) -> str:
-    """The changes of one setting after which a point fits, of those that the sweep has planned."""
+    """The other points of the sweep that differ in one setting and fit, as text."""
     found = [
         f"{name}={setting_text(other.settings[name])}"
         for other in points

@@ -119,7 +119,7 @@ def _globs(text: str) -> list[str]:
 
 
 def _inner(text: str) -> str:
-    """What stands between brackets, or a text without them."""
+    """The text between brackets, or the whole text if it has none."""
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 

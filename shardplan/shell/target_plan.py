@@ -15,7 +15,7 @@ from shardplan.shell.arguments import Parser
 def target_plan(
     options: argparse.Namespace, *, concrete: bool = False, simulated: bool = False, file: str | None = None
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
-    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Both options simulate devices."""
+    """(plan, step, args) of a TARGET; with ``file``, the plan is read from it. Either flag simulates devices."""
     if file is None:
         _refuse_groups(options)
     event = "a plan that fits was found: wait longer, or give a --time-budget to get the best plan so far"
@@ -60,7 +60,7 @@ def _read_or_plan(
 
 
 def planning_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `shardplan.plan` that a command line gives, but for its cluster; those that it leaves out are not there."""
+    """The options of `shardplan.plan` that a command line gives, without the cluster and without defaults."""
     from shardplan.shell.factor_options import read_axes, read_factors
     from shardplan.shell.offload_option import read_offload
     from shardplan.shell.target import read_pins
@@ -94,7 +94,7 @@ def may_be_on_groups(options: argparse.Namespace) -> bool:
 
 
 def _refuse_groups(options: argparse.Namespace) -> None:
-    """Refuses options for groups of devices beside commands that take a plan on all devices alone."""
+    """Refuses options for groups of devices if the command takes only plans on all devices."""
     if may_be_on_groups(options) and options.command not in _TAKE_GROUPS:
         raise ShardplanError(
             f"{options.command} does not take a plan with groups of devices: leave out stage, --placement, or use {_TAKERS}"
@@ -123,11 +123,11 @@ NEW_PLAN = (
     "time-model",
     "objective",
 )
-"""The options that say how to plan, which a plan read from a file has settings of its own for."""
+"""The options that say how to plan; a plan read from a file has its own settings for them."""
 
 
 def add_saved_plan(one: Parser) -> None:
-    """Adds ``--plan``, which takes the place of the cluster and the `NEW_PLAN` options in a file of options."""
+    """Adds ``--plan``, which replaces the cluster and the `NEW_PLAN` options of a file of options."""
     one.add_argument("--plan", metavar="FILE", help="use a saved plan instead of a new one")
     one.replaces = {**one.replaces, "plan": frozenset({"cluster", *NEW_PLAN})}
 

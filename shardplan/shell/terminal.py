@@ -23,9 +23,9 @@ _STYLES: Mapping[Style, str] = {
 
 
 def coloured(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether text for a stream has colours. NO_COLOR says no, then FORCE_COLOR yes, then TERM=dumb no; else terminals have them.
+    """Whether text for a stream has colours: not with NO_COLOR, else with FORCE_COLOR, else on terminals unless TERM=dumb.
 
-    Without the package rich nothing has.
+    Without the package rich there are none.
     """
     if environment.get("NO_COLOR") or importlib.util.find_spec("rich") is None:
         return False
@@ -57,5 +57,5 @@ def _write(text: str, marked: Sequence[Span], stream: TextIO) -> None:
     shown = Text(text)
     for one in marked:
         shown.stylize(_STYLES[one.style], one.start, one.end)
-    # as segments, which are written as they are: a terminal breaks long lines as it does without colours
+    # segments are written unwrapped: a terminal breaks long lines as it does without colours
     console.print(Segments(shown.render(console, end="\n")), soft_wrap=True, end="")

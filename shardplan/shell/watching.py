@@ -1,8 +1,9 @@
 """Ends the processes of a run soon after one of them was killed, with a sentence that names it.
 
 JAX's coordinator finds a dead process by its missing heartbeats, after 100 s by default, and then aborts all others, which wait
-in collectives until then. But the system closes the connections of a killed process at once. So each process keeps one to process
-0, whose end tells that the process is gone. Where a whole machine is gone nothing is closed, and JAX's heartbeats decide.
+in collectives until then. But the system closes the connections of a killed process at once. So each process keeps a connection
+to process 0, whose end shows that the process is gone. Where a whole machine is gone, nothing is closed, and JAX's heartbeats
+decide.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import suppress
 _log = logging.getLogger("shardplan")
 
 END_S = 10.0
-"""Seconds between the sentence and the end of a process: for what catches the error of its collective and saves its state."""
+"""Seconds between the message and the end of a process, in which code may catch a collective's error and save its state."""
 
 _CONNECT_S = 10.0
 
@@ -55,7 +56,7 @@ def join(own: int, first: int, host: str, told: str) -> None:
 
 
 def _listen(connection: socket.socket, own: int, first: int) -> None:
-    """Waits for what process ``first`` tells, or for its end."""
+    """Waits for messages of process ``first``, or for its end."""
     ended = False
     with suppress(OSError), connection.makefile("r", encoding="utf-8") as lines:
         for line in lines:
@@ -68,7 +69,7 @@ def _listen(connection: socket.socket, own: int, first: int) -> None:
 
 
 class _Watch:
-    """The connections of process 0, in a thread of their own."""
+    """Watches the connections of process 0 in a thread."""
 
     def __init__(self, server: socket.socket, token: str, own: int) -> None:
         self._server, self._token, self._own = server, token, own
@@ -95,7 +96,7 @@ class _Watch:
         self._all(_farewell())
 
     def close(self) -> None:
-        """Closes the connections, in a forked child."""
+        """Closes the inherited connections in a forked child."""
         for connection in (self._server, *self._read):
             connection.close()
 
@@ -120,7 +121,7 @@ class _Watch:
         kind, _, text = line.partition(" ")
         if kind == self._token:
             self._process[connection] = int(text)
-        elif connection in self._process:  # all others are strangers
+        elif connection in self._process:  # other connections have sent no token
             process = self._process.pop(connection)
             if kind == "failed":
                 self._all(f"heard process {process} {text}\n")
@@ -137,7 +138,7 @@ def _send(connection: socket.socket, line: str) -> None:
 
 
 def _farewell() -> str:
-    """What a process says when it ends by itself."""
+    """The message of a process that ends by itself."""
     kind: type[BaseException] | None = getattr(sys, "last_type", None)
     return "left\n" if kind is None else f"failed ended with {kind.__name__}: see its output\n"
 
@@ -147,7 +148,7 @@ def _killed(process: int) -> str:
 
 
 def _tell(what: str, own: int, *, ends: bool) -> None:
-    """Writes the sentence, and ends this process after a while."""
+    """Writes a message; with ``ends``, ends this process `END_S` later."""
     then = f"process {own} ends in {END_S:g} s; start all processes again" if ends else f"process {own} may wait for it in vain"
     os.write(2, f"shardplan: {what}; {then}\n".encode())
     if ends:

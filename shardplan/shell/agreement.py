@@ -300,7 +300,7 @@ class _Terms:
 
 
 _SHORT = 80
-"""The length up to which a message shows the text of a placement, not its hash."""
+"""Longer texts of placements are shown as their hash."""
 
 _OWN_OR_SHOWN = ("memory_limit", "observer", "placement", "traced")
 """The options that are compared in another form, or that may differ between processes."""

@@ -133,8 +133,8 @@ def plan(
             paths of arguments that only the update reads and that the step returns, such as an optimizer's moments. The step
             fetches each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``,
             and nothing overlaps them. The device's ``host_bytes_per_s`` prices them. With "auto", as few of these arguments
-            stay there as the memory limit allows, and none where the step fits without; ``plan.offloaded`` has the numbers of
-            their leaves.
+            stay there as the memory limit allows, and none where the step fits without; ``plan.offloaded`` has their leaf
+            numbers.
         backend: What runs the plan unless `Plan.jit` is told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).
         time_model: How seconds add up: "overlap" (communication hides behind compute as far as the program and XLA's flags,

@@ -25,8 +25,8 @@ def resolve_cluster(cluster: ClusterLike, *, unequal: bool = False) -> tuple[Clu
     """The cluster that the user means, and the user's Mesh with Auto axes (None if no Mesh was given).
 
     A Mesh gives one level per mesh axis. GPUs that a preset knows get that preset's figures. Simulated devices get those of
-    H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, also get those of H100s, with a
-    warning. ``unequal`` allows single devices and links to differ.
+    H100s, as a shape does. Other devices, and a Mesh that does not follow the machine's levels, also get them, with a warning.
+    ``unequal`` allows single devices and links to differ.
 
     Raises:
         UnequalDevicesError: for a cluster file whose single devices differ, where they may not.

@@ -39,7 +39,7 @@ class Words:
     own: tuple[str, ...] = ()
 
     def remark(self, text: str) -> str:
-        """A remark for an error that names options of the file, or their values: that the file sets them."""
+        """For an error that names options of the file or their values, a remark that the file sets them."""
         pairs = [word.removeprefix("--").partition("=")[::2] for word in self.own]
         named = dict.fromkeys(key for key, value in pairs if _is_named(key, value, text))
         return f" ({self.file} sets {', '.join(named)})" if named and str(self.file) not in text else ""

@@ -38,7 +38,7 @@ def form_of(file: str | os.PathLike[str]) -> str:
 def write_text(data: AnyData, file: str | os.PathLike[str], order: Sequence[int] | None = None) -> None:
     """Writes a form that needs the plan's data alone; an existing file is replaced once the new one is complete.
 
-    ``order`` has the numbers of the mesh's devices; by default they are in the cluster's order.
+    ``order`` has the numbers of the mesh's devices, by default in the cluster's order.
 
     Raises:
         ShardplanError: if the name is none of these forms, if the file cannot be written, or if the form has one mesh and the

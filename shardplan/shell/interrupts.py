@@ -34,8 +34,8 @@ def heard() -> Iterator[Callable[[], None]]:
     tracing. A dropped interrupt is sent again a moment later. C modules turn an interrupt during their import into an
     `ImportError`, which becomes a `KeyboardInterrupt` again.
 
-    Some C code clears an interrupt silently. The yielded function raises `KeyboardInterrupt` if one has arrived. Call it only
-    in code that handles no interrupt itself: such code goes on only if the interrupt was lost.
+    Some C code clears an interrupt silently. The yielded function raises `KeyboardInterrupt` if one has arrived. It is for code
+    that handles no interrupt itself and so goes on only if one was lost.
     """
     signals: list[int] = []
 

@@ -37,9 +37,9 @@ def load(
     `Mesh`, pass that again as ``mesh``. A plan with groups of devices is a `PlacedPlan` (typed ``Any``, as only the file tells
     which it is).
 
-    With ``warm_start``, a step of the same ops with other shapes, such as another batch or sequence length, is planned by one
-    search over the file's factors that begins at its layouts. That is faster than `shardplan.plan`, but it compares no other
-    factorings and so may miss a faster plan.
+    With ``warm_start``, a step of the same ops with other shapes (another batch or sequence length) is planned by one search
+    over the file's factors that begins at its layouts. That is faster than `shardplan.plan`, but compares no other factorings
+    and may miss a faster plan.
 
     Raises:
         PlanFileError: if the file is not a plan, or was made for another model, other shapes or another version.

@@ -92,7 +92,7 @@ def parallelize(
     warning says that nothing was checked.
 
     Under `jax.distributed`, process 0 plans (or uses ``cache_dir``) and the others receive its plan, as with `shardplan.agree`,
-    which explains ``timeout_s``. A process that alone owns ``devices``, or the mesh, plans for itself.
+    which explains ``timeout_s``. A process that owns all ``devices``, or the whole mesh, plans for itself.
 
     Raises:
         ShardplanError: for an unknown option.

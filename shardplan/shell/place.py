@@ -51,10 +51,10 @@ class Placement:
 
     ``strategy`` has a configuration for each operator of ``problem``. ``data_parallel_s``, ``expert_s`` and ``plan_s`` are the
     seconds of a step under data parallelism, the experts' strategy and the plan on all devices (None: not asked for), all
-    simulated the same way. ``plan_priced_s`` is the step time of that plan as the planner prices it, ``schedule_s`` that of the
-    schedule by "fd-dps" or "heft", whose place a faster start takes. ``origin`` says what found the strategy.
-    ``simulations_per_s`` counts the proposals that one core decides. ``regions`` are those that the method "regions" made:
-    connected operators on one group of devices.
+    simulated the same way. ``plan_priced_s`` is the step time of that plan as the planner prices it. ``schedule_s`` is the step
+    time of the schedule that "fd-dps" or "heft" made, even if a faster start is the answer. ``origin`` says what found the
+    strategy. ``simulations_per_s`` counts the proposals that one core decides. ``regions`` are those that the method "regions"
+    made: connected operators on one group of devices.
     """
 
     problem: PlacementProblem

@@ -1,9 +1,8 @@
-"""``placement="auto"``: the plan on all devices, beside pipelines and branches on groups of devices.
+"""``placement="auto"``: the plan on all devices, or a pipeline or branches on groups of devices.
 
 A pipeline keeps reductions of gradients off the links between its stages, but its devices wait for each other. Independent
-branches run side by side, and their ops are cut into fewer parts. Promising candidates are planned whole, and priced by the
-schedule of their programs. As prices are predictions, a candidate must beat the plan on all devices by more than the model's
-error.
+branches run side by side, and their ops are cut into fewer parts. Promising candidates are planned whole and priced by their
+schedule. A candidate must beat the plan on all devices by more than the model's error.
 """
 
 from __future__ import annotations

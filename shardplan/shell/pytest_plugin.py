@@ -46,7 +46,6 @@ def verify_plan() -> Callable[..., Any]:
     """
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
-        """Plans and verifies a step; fails the test with the report if a check fails."""
         import shardplan
         from shardplan.report.plan_text import verified_text
         from shardplan.verify.verify import verify

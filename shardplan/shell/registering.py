@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 _FAR = 0.02
 """The largest difference allowed between a kernel and its ``like`` function, as a part of the largest element: each product of
-a bfloat16 kernel rounds by up to 2**-8, and kernels have several; a different function differs by far more.
+a bfloat16 kernel rounds by up to 2**-8, and kernels have several; another function differs by far more.
 """
 
 

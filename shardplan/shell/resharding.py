@@ -39,13 +39,13 @@ def reshard(
 ) -> Any:
     """The state of a run under the plan ``old``, in the layouts of ``new``, another plan of the same step.
 
-    One array moves after the other. Where both plans run on the same devices in the same order, an array in its ``old`` layout
-    moves by the cheapest program of collectives between its two layouts, in a jitted program. All other arrays of this process
-    move in pieces from device to device; of several holders of a piece, one of the new plan sends it. So no device, and no
-    host, ever holds more of an array than its blocks before and after, and pieces of these. (An array that spans several
-    processes moves by `jax.device_put`, without that promise, where one lacks pieces that its devices need.) An array that is
-    already in place is returned as it is, and blocks that stay in place may share memory with the old array: do not use the old
-    state after a step that donates the new one.
+    Arrays move one by one. Where both plans run on the same devices in the same order, an array in its ``old`` layout moves by
+    the cheapest program of collectives between its two layouts, in a jitted program. All other arrays of this process move in
+    pieces from device to device; where several hold a piece, one of the new plan sends it. So no device, and no host, ever
+    holds more of an array than its blocks before and after, and pieces of these. (An array that spans several processes moves
+    by `jax.device_put`, without that promise, where one of them lacks pieces that its devices need.) An array that is already
+    in place is returned as it is, and blocks that stay in place may share memory with the old array: do not use the old state
+    after a step that donates the new one.
 
     Args:
         state: All arguments of the step as a tuple, or the tree of one of them, such as the state that a step returned. nnx
@@ -144,7 +144,6 @@ def _mover(
     runs: dict[object, Collectives] = {}
 
     def moved(n: int, x: Any, sharding: NamedSharding) -> Any:
-        """Array ``x``, which is leaf n, in its new sharding."""
         if not isinstance(x, jax.Array):
             raise ReshardError(f"{new.traced.program.input_paths[n]} is a {type(x).__name__}: place it with plan.put")
         if x.sharding.is_equivalent_to(sharding, x.ndim):

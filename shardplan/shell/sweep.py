@@ -268,7 +268,7 @@ def _plan_points(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[
 
 
 def _may_recompute(row: _Row) -> bool:
-    """Whether the sweep leaves recomputation at its default, off."""
+    """Whether the sweep leaves recomputation off by default."""
     return "remat" not in row.settings and row.planning.get("remat", "none") == "none"
 
 

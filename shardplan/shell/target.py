@@ -146,7 +146,7 @@ def parameters_of(factory: Callable[..., Any]) -> Sequence[str]:
 
 
 def keywords_of(factory: Callable[..., Any]) -> Sequence[str]:
-    """The names of the parameters that a factory takes by name; none where it takes any name, or Python does not know them."""
+    """The parameters that a factory takes by name; none where it takes any, or Python does not know them."""
     try:
         own = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

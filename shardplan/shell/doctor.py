@@ -1,4 +1,4 @@
-"""What a machine has for shardplan, and what it lacks: packages, the release of JAX, devices, XLA flags."""
+"""Checks a machine for shardplan: packages, the release of JAX, devices, XLA flags."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class PlacedPlan(PlannedStep):
 
     @property
     def backend(self) -> str:
-        """What runs the plan."""
+        """The backend that runs the plan."""
         return "regions"
 
     @property

@@ -82,7 +82,7 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
 
     Raises:
         AssertionError: with what changed, or if there is no such file.
-        PlanFileError: for a file that is no plan of this release.
+        PlanFileError: for a file that is not a plan of this release.
     """
     __tracebackhide__ = True
     path = Path(file)

@@ -335,7 +335,7 @@ class Plan(PlannedStep, Figures):
         device's).
 
         Raises:
-            ShardplanError: for a factor below 1 or above 1000, or a value that is no factor.
+            ShardplanError: for a factor below 1 or above 1000, or a value that is not a factor.
         """
         given = self.cluster.device.contention if contention is None else contention
         factors = given if isinstance(given, tuple) else (given, given)

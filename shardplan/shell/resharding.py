@@ -57,8 +57,8 @@ def reshard(
         lost: Devices that can no longer be read.
 
     Raises:
-        ReshardError: for plans of different steps, a state that is no argument of the step (or may be several of them), a leaf
-            that is no array on devices, or one that only lost devices hold.
+        ReshardError: for plans of different steps, a state that is not an argument of the step (or may be several of them), a
+            leaf that is not an array on devices, or one that only lost devices hold.
         ArgumentError: for a leaf of another shape or dtype.
         DeviceError: if there are fewer devices than the new cluster has.
     """

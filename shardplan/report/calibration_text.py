@@ -1,4 +1,4 @@
-"""A calibration as text: the fitted figures, how well they predict what was measured, and what was not measured."""
+"""A calibration as text: the fitted figures, how well they predict the measurements, and what was not measured."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def _fit_table(evidence: Mapping[str, Any]) -> str:
 
 
 def calibration_json(profile: Profile, *, measured: int, cached: int, file: str | None) -> dict[str, Any]:
-    """The profile's own JSON, with what was counted and where it was saved."""
+    """The profile's own JSON, with the counts of measurements and the file that has it."""
     return {**profile.to_dict(), "measured": measured, "cached": cached, "file": file}

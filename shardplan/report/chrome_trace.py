@@ -21,7 +21,7 @@ _CHUNK = 10_000
 
 
 def trace(shown: Simulated) -> Iterator[bytes]:
-    """The file in parts: there is never one string of all events."""
+    """The file in parts, so that no string holds all events."""
     yield b'{"displayTimeUnit": "ms", "otherData": ' + json.dumps(timeline_json(shown)).encode() + b', "traceEvents": [\n'
     yield ",\n".join(json.dumps(event) for event in _names(shown)).encode()
     for stream in range(len(shown.streams)):
@@ -49,7 +49,7 @@ def _us(ns: int) -> str:
 
 
 def _tasks(shown: Simulated, stream: int) -> Iterator[bytes]:
-    """The tasks of a stream in their order, each followed by the step of the flow through it."""
+    """The tasks of a stream in their order, each followed by its step of the flow if it has one."""
     own = np.flatnonzero(shown.stream == stream)
     own = own[np.lexsort((shown.end_s[own], shown.start_s[own]))]
     heads = [_head(shown, n) for n in range(len(shown.labels))]
@@ -95,9 +95,9 @@ def _events(heads: Sequence[str], stream: int, start: int, end: int, label: int,
 
 
 def _memory(shown: Simulated) -> Iterator[bytes]:
-    """The bytes in memory, whenever they change."""
+    """A counter event wherever the bytes in memory change."""
     at, nbytes = _ns(shown.memory_at_s), np.rint(shown.memory_bytes).astype(np.int64)
-    last = np.append(at[1:] != at[:-1], True) if len(at) else np.zeros(0, bool)  # of one instant the last value alone
+    last = np.append(at[1:] != at[:-1], True) if len(at) else np.zeros(0, bool)  # the last value of each instant
     at, nbytes = at[last], nbytes[last]
     for n in range(0, len(at), _CHUNK):
         rows = zip(at[n : n + _CHUNK].tolist(), nbytes[n : n + _CHUNK].tolist(), strict=True)

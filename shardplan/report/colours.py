@@ -1,6 +1,6 @@
-"""Which parts of a report stand out on a terminal, by the shape that all reports share: titles, names before facts, and tables.
+"""Finds the parts of a report that stand out on a terminal, by the form that all reports share: titles, named facts and tables.
 
-The text itself stays as it is. `shardplan.shell.terminal` decides whether it has colours, and prints it.
+The text itself stays as it is. `shardplan.shell.terminal` decides whether to use colours, and prints the text.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Style = Literal["title", "header", "name", "plan", "good", "warning", "bad"]
-"""What a part is: a title, the header of a table, the name of a fact, the row of the plan, or something to look at."""
+"""The role of a part: a title, a table's header, a fact's name, the plan's row, or a status that needs attention."""
 
 _RULE = re.compile(r" *-+(?:  -+)*")
 _FACT = re.compile(r"([a-z][a-z ]{0,9}[a-z]) +(?=\S)|( {12})(?=\S)")
 _PLANS = frozenset({"this plan", "the plan", "best"})
-"""The cells that say which row is the plan, or the best of several."""
+"""The cells that mark the row of the plan, or of the best of several."""
 _CELLS: tuple[tuple[str, Style], ...] = (("missing|refused", "bad"), ("lacks .*", "warning"), ("present", "good"))
-"""Cells to look at, whatever their column."""
+"""Cells that stand out in any column, each with its style."""
 _FITS = "fits"
 _LINES: tuple[tuple[str, Style], ...] = (("MISSING: ", "bad"), ("note: ", "warning"))
-"""What lines to look at begin with."""
+"""The prefixes of lines that stand out, each with its style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Span:
 
 
 def spans(text: str, *, passed: bool = True) -> list[Span]:
-    """The parts of a report that stand out, in their order. If its check failed, its title says so."""
+    """The parts of a report that stand out, in order. If the report's check failed, its title is marked bad."""
     lines = text.split("\n")
     starts = [0]
     for line in lines:
@@ -57,7 +57,7 @@ def spans(text: str, *, passed: bool = True) -> list[Span]:
 
 
 def _facts(lines: Sequence[str]) -> int:
-    """The number of lines at the start that give facts by name, in two columns."""
+    """The number of leading lines that are named facts in two columns."""
     count = next((n for n, line in enumerate(lines) if not line), len(lines))
     return count if count > 1 and all(_FACT.match(line) and line[11:12] == " " for line in lines[:count]) else 0
 
@@ -70,7 +70,7 @@ def _fact(line: str) -> list[Span]:
 
 
 def _is_title(lines: Sequence[str], n: int) -> bool:
-    """Whether a line stands above a table, or above lines that are indented."""
+    """Whether a line is the title of a table or of indented lines."""
     line, after = lines[n], [other for other in lines[n + 1 : n + 4] if other]
     if not line or line[0] == " " or lines[n - 1] or line.endswith(".") or not after:
         return False
@@ -78,7 +78,7 @@ def _is_title(lines: Sequence[str], n: int) -> bool:
 
 
 def _columns(lines: Sequence[str], n: int) -> list[tuple[str, int, int]]:
-    """The columns (header, start, end) of the table whose header is line ``n``; none where it is no header."""
+    """The columns (header, start, end) of the table whose header is line ``n``; empty if that line is no header."""
     if n + 1 == len(lines) or not _RULE.fullmatch(lines[n + 1]):
         return []
     return [(lines[n][m.start() : m.end()].strip(), m.start(), m.end()) for m in re.finditer("-+", lines[n + 1])]

@@ -1,4 +1,4 @@
-"""Why two plans differ, as far as their files say: what binds, other machines and prices, the factors that were searched."""
+"""The reasons why two plans differ, as far as their files say: memory limits, machines, searched factors, constants, prices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardplan.report.diff_views import View
 from shardplan.report.tables import rate, seconds, size
 
 _NEAR = 1e-6
-"""The part by which a limit must slow a plan down to bind, as explanations have it."""
+"""The relative change from which a limit binds (as in explanations) or a price differs."""
 _PRICES = 3
 """The most collectives whose prices are compared."""
 _LINE = re.compile(r"^  (the pin .*|runner-up .*|no other layout .*|P\(.*\) alone would save .*)$", re.M)
@@ -25,7 +25,7 @@ Pair = tuple[str, str, str]
 
 
 def reasons(a: View, b: View) -> Iterator[Pair]:
-    """What explains that plans of one step differ, beside the options that they were asked for."""
+    """The reasons why plans of one step differ, other than their options."""
     limits = [_limit(own, other) for own, other in ((a, b), (b, a))]
     if limits[0] != limits[1] and any(" binds" in text or "less than" in text for text in limits):
         yield "memory limit", limits[0], limits[1]
@@ -43,7 +43,7 @@ def reasons(a: View, b: View) -> Iterator[Pair]:
 
 
 def explained(view: View, path: str) -> str:
-    """What a plan's file says on why an argument has its layout; empty where it says nothing."""
+    """The reason that a plan's file gives for an argument's layout; empty where it gives none."""
     found = _LINE.search((view.data.explanations or {}).get(path, ""))
     return found[1] if found else ""
 
@@ -52,7 +52,7 @@ def explained(view: View, path: str) -> str:
 
 
 def _limit(own: View, other: View) -> str:
-    """A plan's memory limit, and whether it decided something."""
+    """A plan's memory limit, and whether it binds or excludes the other plan."""
     limit = min(part.plan.memory_limit for part in own.parts)
     plans = [part.plan for part in own.parts]
     free = [(plan.searched_s, plan.unlimited_s) for plan in plans if plan.unlimited_s is not None]
@@ -102,7 +102,7 @@ def _with_unit(name: str, value: Any) -> str:
 
 
 def _factors(own: PlanData, other: PlanData) -> str:
-    """The factors of a plan with their seconds, and what became of the other plan's factors in its search."""
+    """The factors of a plan with their seconds, and the result of its search for the other plan's factors."""
     text = f"{_mesh(own.factors)} ({seconds(own.searched_s)})"
     tried = next((t for t in own.tried if t.factors == other.factors), None)
     if tried is None:
@@ -119,7 +119,7 @@ def _mesh(factors: tuple[Factor, ...]) -> str:
 
 
 def _prices(a: View, b: View) -> Iterator[Pair]:
-    """Collectives of equal kind, size and devices that have other prices, those first that change most."""
+    """Collectives of equal kind, size and devices whose prices differ, largest change first."""
     old, new = _priced(a), _priced(b)
     changed = [key for key in old if key in new and abs(new[key] - old[key]) > _NEAR * max(old[key], new[key])]
     changed.sort(key=lambda key: (-abs(new[key] - old[key]), key))
@@ -129,7 +129,7 @@ def _prices(a: View, b: View) -> Iterator[Pair]:
 
 
 def _priced(view: View) -> dict[tuple[str, str, float, int], float]:
-    """The seconds of one collective, by kind, levels, bytes and the number of arrays that travel together."""
+    """The seconds of one collective, by kind, levels, bytes and the number of arrays that travel with it."""
     found: dict[tuple[str, str, float, int], float] = {}
     for part in view.parts:
         levels = {f.name: f"{part.plan.cluster.level_names[f.level]} {f.size}" for f in part.plan.factors}

@@ -9,11 +9,11 @@ from shardplan.report.plan_diff import Cost, Difference, Moved, PlanDiff, SentDi
 from shardplan.report.tables import seconds, size, table
 
 _SHOWN = 12
-"""The most rows of collectives, and of arguments with their costs, that are shown."""
+"""The most rows shown of collectives, and of arguments with their costs."""
 
 
 def diff_text(diff: PlanDiff, names: tuple[str, str]) -> str:
-    """The changes in words; ``names`` are those of the plans' files."""
+    """The changes in words; ``names`` are the names of the plans' files."""
     if diff.alike:
         head = f"{names[0]} and {names[1]} plan alike"
         return "\n".join([head, *(f"  asked for another {_pair(c)}, with the same plan" for c in diff.asked)])
@@ -52,7 +52,7 @@ def _program_text(change: Difference) -> str:
 
 
 def _why(diff: PlanDiff) -> list[str]:
-    """What explains other layouts; where nothing does, that nothing does."""
+    """The reasons for other layouts; where nothing explains them, a note that says so."""
     if diff.reasons:
         return _section("Why, as far as the files say", diff.reasons)
     if diff.other_program or diff.asked or diff.machine or not (diff.layouts or diff.inside):
@@ -63,7 +63,7 @@ def _why(diff: PlanDiff) -> list[str]:
 
 
 def _layouts(rows: Sequence[Moved], names: tuple[str, str]) -> list[str]:
-    """The arguments in other layouts; those that cost most have their reasons and costs below them."""
+    """The arguments whose layouts differ; those whose communication changes most are followed by reasons and costs."""
     if not rows:
         return []
     weight = {r.name: max(abs(r.costs[1].communication_s - r.costs[0].communication_s), 0.0) for r in rows}
@@ -100,7 +100,7 @@ def _pair(change: Difference) -> str:
 
 
 def _below(change: Difference | Moved) -> tuple[str, Any, Any]:
-    """The change of a layout, by its path below the argument or the place in the result."""
+    """The change of a layout, with its path below the argument's name or the place in the result."""
     return change.name.partition("/")[2], change.before, change.after
 
 

@@ -1,4 +1,4 @@
-"""What a comparison reads of a plan, in one form for plans on all devices and for plans with groups of devices."""
+"""The data of a plan that comparisons read, in one form for plans with and without groups of devices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OF_A_GROUP = ("compute_s", "communication_s", "communication_bytes", "peak_byte
 
 @dataclass(frozen=True, slots=True)
 class PlanPart:
-    """The plan of all devices (``group`` None), or that of the ops of one group, as if they ran in one piece."""
+    """The plan of all devices (``group`` None), or that of one group's ops as if they ran in one piece."""
 
     group: int | None
     plan: PlanData
 
     def text(self, layout: Layout | None) -> str:
-        """A layout, with the group that has it."""
+        """A layout as text, with its group if there are groups."""
         spec = spec_text(layout.entries(tuple(self.plan.axes)) if layout else ())
         return spec if self.group is None else f"{spec} on group {self.group}"
 
@@ -39,7 +39,7 @@ class PlanPart:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One plan as a comparison sees it. Arguments, by path, are those of the whole step, each with the part that holds it."""
+    """One plan as a comparison sees it. ``arguments`` has those of the whole step by path, each with the part that holds it."""
 
     data: AnyData
     parts: tuple[PlanPart, ...]
@@ -50,7 +50,7 @@ class View:
 
     @property
     def asked(self) -> PlanData:
-        """The data that say what the plan was asked for."""
+        """The data that hold the plan's options."""
         return conditions(self.data)
 
     @property
@@ -73,7 +73,7 @@ class View:
 
     @property
     def order(self) -> tuple[tuple[str, int], ...]:
-        """The order of what is issued, where there are groups."""
+        """The order in which runs and transfers are issued, where there are groups."""
         return () if isinstance(self.data, PlanData) else tuple((row.kind, row.number) for row in self.data.issues)
 
     def held_bytes(self, paths: Iterable[str]) -> int:
@@ -81,7 +81,7 @@ class View:
         return sum(part.device_bytes(a) for part, a in (self.arguments[path] for path in paths))
 
     def moving(self, paths: Set[str]) -> tuple[float, float]:
-        """The seconds of the collectives that move these arguments, their gradients or updates, and those that nothing hides."""
+        """(all, exposed) seconds of the collectives that move these arguments, their gradients or their updates."""
         own = [c for part in self.parts for c in part.plan.collectives if not paths.isdisjoint(_arguments_of(c))]
         return sum(c.seconds * c.times for c in own), sum((c.seconds - c.hideable_s) * c.times for c in own)
 
@@ -131,6 +131,6 @@ def _run(plan: PlanData) -> dict[str, Any]:
 
 
 def _arguments_of(collective: PlannedCollective) -> list[str]:
-    """The paths of the arguments that a collective moves, whose gradients or whose updates it moves."""
+    """The paths of the arguments whose values, gradients or updates a collective moves."""
     first = collective.tensor.removesuffix(f" and {len(collective.along)} more") if collective.along else collective.tensor
     return [name.removeprefix("gradient of ").removeprefix("update of ") for name in (first, *collective.along)]

@@ -1,4 +1,4 @@
-"""What `shardplan doctor` finds, as text."""
+"""The findings of `shardplan doctor` as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardplan.report.tables import rate, size, table
 
 
 def doctor_text(found: Mapping[str, Any]) -> str:
-    """The whole report; ``found`` as `shardplan.shell.doctor.examine` returns it."""
+    """The whole report; ``found`` is the result of `shardplan.shell.doctor.examine`."""
     lines = [_versions(found), "", _jax(found["jax"]), "", _extras(found), "", *_devices(found["devices"])]
     lines += ["", *_flags(found["xla_flags"]), ""]
     for lack in found["missing"]:

@@ -1,4 +1,4 @@
-"""The content of a drawing of a plan: the weight and the activation of each layer, how each is cut, repeats folded.
+"""The content of a drawing of a plan: the weight and the activation of each layer with their cuts, repeats folded.
 
 As in Tofu's Figure 11, each column is an op of the forward pass that multiplies or looks up rows of a weight, in program order.
 `shardplan.report.draw` renders it.
@@ -43,8 +43,8 @@ class Tile:
 class Column:
     """One op: the tensors that it reads, a weight first, and the collectives that bring its result into the stored layout.
 
-    ``block`` and ``label`` are the last two words of the weight's path; without a weight, the last word of the op's scope, and
-    QK, AV or the primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs
+    ``block`` and ``label`` are the last two words of the weight's path; without a weight, they are the last word of the op's
+    scope, and QK, AV or the primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs
     it.
     """
 
@@ -90,9 +90,9 @@ def drawing(plan: PlannedProgram) -> Drawing:
 
 
 def _column(plan: PlannedProgram, node: Node, origins: Mapping[int, int], name: str | None) -> Column | None:
-    """The column of an op; None where it is not drawn: elementwise, backward, no product or lookup, fewer than two tensors.
+    """The column of an op; None if it is elementwise or backward, no product or lookup, or reads fewer than two tensors.
 
-    ``name`` is that of a product without a weight, if it has one.
+    ``name`` is the name of a product without a weight, if it has one.
     """
     use = plan.uses.get(node.id)
     description = node.signature.description

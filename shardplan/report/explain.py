@@ -1,7 +1,7 @@
 """Explains a plan: for each argument its layout, the cost of the runner-up, the binding constraint, and its readers.
 
-The cost of another layout is that of the same plan with this one layout changed and all others held. It says how much the choice
-matters, not what a new search would find: that would change other layouts too.
+The cost of another layout is the cost of the same plan with this layout changed and all others held. It says how much the choice
+matters, not what a new search would find: a search would change other layouts too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def explain_groups(plan: PlanData, session: Session, groups: Sequence[PathGroup]
 
 
 def remarks(plan: PlanData) -> list[str]:
-    """What a reader of explanations must know beside them: that they count in other constants than today's."""
+    """A remark for readers of explanations if the plan was made with other constants than today's."""
     return [_sentence(text) for text in constants_text(plan)]
 
 
@@ -99,7 +99,7 @@ def _why(plan: PlanData, session: Session) -> _Why:
 
 @dataclass(frozen=True, slots=True)
 class _Why:
-    """What all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share a layout.
+    """The data that all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share a layout.
 
     The last two fields are caches.
     """
@@ -117,7 +117,7 @@ class _Why:
     # -- the whole plan ------------------------------------------------------------------------------------------------
 
     def whole(self) -> str:
-        """Time, memory and what holds it, best baseline, binding constraints, dearest collectives and indivisible dims."""
+        """Time, memory and its contents, best baseline, binding constraints, dearest collectives and indivisible dims."""
         plan = self.plan
         mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"

@@ -1,4 +1,4 @@
-"""The arrays of a step for the HTML page: equal ones folded, how each is cut, and what its next-best layouts would cost."""
+"""The arrays of a step for the HTML page: their cuts and what their next-best layouts would cost, equal arrays folded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 
 _OTHERS = 3
-"""The most other layouts that are shown of an array."""
+"""The most other layouts that are shown for an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class OtherLayout:
 class ArrayRow:
     """Arrays that are alike: ``count`` of them, each of ``shape``, with ``cuts[d]`` the mesh axes (numbers) that cut dim d.
 
-    ``nbytes`` are those of all of them, ``device_bytes`` what one device holds of them. ``others`` are the cheapest other
-    layouts, and ``why`` the explanation of the choice; both are those of the first array, ``first``.
+    ``nbytes`` is the size of all of them, ``device_bytes`` the part that one device holds. ``others`` are the cheapest other
+    layouts of the first array, ``first``, and ``why`` explains its layout.
     """
 
     pattern: str
@@ -47,7 +47,7 @@ class ArrayRow:
 
 
 def array_rows(plan: PlanData, session: Session) -> tuple[ArrayRow, ...]:
-    """The arguments of a step, those of equal shape and layout folded where their paths differ in numbers or names alone."""
+    """The arguments of a step; those of equal shape and layout are folded if their paths differ only in numbers or names."""
     arguments = {a.path: a for a in plan.arguments}
     groups = grouped({a.path: (a.shape, a.dtype, a.layout) for a in plan.arguments})
     others = _Others(plan, session)
@@ -56,7 +56,7 @@ def array_rows(plan: PlanData, session: Session) -> tuple[ArrayRow, ...]:
 
 
 def explained_rows(plan: PlanData, paths: Iterable[str], explanations: Mapping[str, str]) -> tuple[ArrayRow, ...]:
-    """Some arguments, folded as `array_rows` does, with the explanations that a plan's file has; without other layouts."""
+    """Some arguments, folded as in `array_rows`, with explanations from a plan's file but without other layouts."""
     arguments = {a.path: a for a in plan.arguments}
     groups = grouped({p: (arguments[p].shape, arguments[p].dtype, arguments[p].layout) for p in paths})
     return tuple(_row(plan, arguments, g, (), explanations.get(g.paths[0], "")) for g in groups)
@@ -85,7 +85,7 @@ def _row(
 
 
 class _Others:
-    """The cheapest other layouts of arguments; those of arguments with one variable are worked out once."""
+    """The cheapest other layouts of arguments, computed once for arguments that share a variable."""
 
     def __init__(self, plan: PlanData, session: Session) -> None:
         self._session, self._names = session, tuple(plan.axes)

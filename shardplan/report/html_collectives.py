@@ -1,4 +1,4 @@
-"""The collectives of a plan for the HTML page, those of equal layers in one row."""
+"""The collectives of a plan for the HTML page, with one row for those of equal layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ARRAYS = 24
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Collectives of one kind, size and source line, that move arrays whose names differ in numbers alone.
+    """Collectives of one kind, size and source line that move arrays whose names differ only in numbers.
 
-    ``times`` is how often they run in a step in all; ``wire_bytes``, ``seconds`` and ``exposed_s`` are of all of them. ``arrays``
-    are the names of what they move, those that differ in numbers under one pattern; empty where it has no name.
+    ``times`` counts all their runs in a step; ``wire_bytes``, ``seconds`` and ``exposed_s`` are totals. ``arrays`` are the names of
+    the arrays that they move, with one pattern for names that differ in numbers; empty for values without a name.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class _Row:
 
 
 def folded_collectives(collectives: Iterable[PlannedCollective]) -> tuple[CollectiveRow, ...]:
-    """The rows, those that take longest first. Their figures add up to the plan's."""
+    """The rows, slowest first. Their figures add up to the plan's."""
     rows: dict[object, _Row] = {}
     for c in collectives:
         key = c.kind, c.axes, c.program, c.source, c.bytes, _folded(c.tensor)
@@ -79,7 +79,7 @@ def _finished(row: _Row) -> CollectiveRow:
 
 
 def _names(c: PlannedCollective) -> Iterator[str]:
-    """The names of what moves; a value between ops has none."""
+    """The names of the arrays that move; a value between ops has none."""
     first = re.sub(r" and \d+ more$", "", c.tensor)
     return (name for name in (first, *c.along) if not name.startswith("value "))
 

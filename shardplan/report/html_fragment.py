@@ -1,4 +1,4 @@
-"""A plan as a small piece of HTML for notebooks: no script, no network, styles that reach nothing else."""
+"""A plan as a small piece of HTML for notebooks: no script, no network, and styles that apply to nothing else."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Bar(str):
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """A table; the cells of the columns ``numbers`` go right."""
+    """A table; the cells of the columns ``numbers`` are right-aligned."""
     head = "".join(_cell("th", text, i in numbers) for i, text in enumerate(heads))
     body = "".join(f"<tr>{''.join(_cell('td', text, i in numbers) for i, text in enumerate(row))}</tr>" for row in rows)
     return f'<div class="wide"><table>{f"<tr>{head}</tr>" if heads else ""}{body}</table></div>'

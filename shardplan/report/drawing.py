@@ -44,8 +44,8 @@ class Column:
     """One op: the tensors that it reads, a weight first, and the collectives that bring its result into the stored layout.
 
     ``block`` and ``label`` are the last two words of the weight's path; without a weight, they are the last word of the op's
-    scope, and QK, AV or the primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around the op runs
-    it.
+    scope, and QK, AV or the primitive. ``numbers`` are the numbers in that path or scope. ``trips`` is how often a loop around
+    the op runs it.
     """
 
     block: str

@@ -1,7 +1,7 @@
 """Explains a plan: for each argument its layout, the cost of the runner-up, the binding constraint, and its readers.
 
-The cost of another layout is the cost of the same plan with this layout changed and all others held. It says how much the choice
-matters, not what a new search would find: a search would change other layouts too.
+The cost of another layout is the cost of the same plan with this layout changed and all others held. It says how much the
+choice matters, not what a new search would find: a search would change other layouts too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _why(plan: PlanData, session: Session) -> _Why:
 
 @dataclass(frozen=True, slots=True)
 class _Why:
-    """The data that all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share a layout.
+    """The data that all explanations of one plan share: arguments by path, the ops that read each, and the arguments that share
+    a layout.
 
     The last two fields are caches.
     """

@@ -17,8 +17,8 @@ _ARRAYS = 24
 class CollectiveRow:
     """Collectives of one kind, size and source line that move arrays whose names differ only in numbers.
 
-    ``times`` counts all their runs in a step; ``wire_bytes``, ``seconds`` and ``exposed_s`` are totals. ``arrays`` are the names of
-    the arrays that they move, with one pattern for names that differ in numbers; empty for values without a name.
+    ``times`` counts all their runs in a step; ``wire_bytes``, ``seconds`` and ``exposed_s`` are totals. ``arrays`` are the
+    names of the arrays that they move, with one pattern for names that differ in numbers; empty for values without a name.
     """
 
     kind: str

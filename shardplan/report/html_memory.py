@@ -14,16 +14,16 @@ from shardplan.search.memory.liveness import liveness, profile
 from shardplan.search.session import Session
 
 _COLUMNS = 600
-"""The most points of the curve; each is the most that is held over its ops."""
+"""The most points of the curve; each is the maximum over its ops."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
     """The bytes that a device holds over the ops of a step, in program order.
 
-    Point i has the most bytes (``held``) over the ops from ``ops[i]`` on, until the next point. ``lines`` are the source lines of
-    the ops that hold most there. ``backward`` is the first op of the backward pass (None: there is none), ``peak_op`` the op at
-    the peak, and ``peak`` says in words what is held there.
+    Point i is the maximum of the bytes (``held``) over the ops from ``ops[i]`` to the next point. ``lines`` are the source
+    lines of the ops at these maxima. ``backward`` is the first op of the backward pass (None: there is none), ``peak_op`` the
+    op at the peak, and ``peak`` says in words what is held there.
     """
 
     length: int
@@ -36,7 +36,7 @@ class MemoryCurve:
 
 
 def memory_curve(session: Session) -> MemoryCurve:
-    """The memory of a plan's step, with its peak named."""
+    """The memory of a plan's step, with its peak in words."""
     problem, solution, nodes = session.problem, session.solution, session.graph.nodes
     live = liveness(problem, session.donated)
     held = profile(problem, live, solution.states, solution.keep, solution.limits)

@@ -56,7 +56,7 @@ class PageData:
 def page_data(
     plan: PlanData, session: Session, planned: PlannedProgram, shown: Simulated, *, title: str = "", score: Score | None = None
 ) -> PageData:
-    """What the page of a completed plan shows; ``score`` is the user's own sharding beside it."""
+    """The data for the page of a completed plan; ``score`` is that of the user's own sharding."""
     return PageData(
         title=title or "the step",
         facts=tuple(plan_facts(plan, title or "the step")),
@@ -81,7 +81,7 @@ def page(data: PageData, plan: PlanData) -> str:
 
 
 def filled_page(heading: str, data: Mapping[str, Any], words: str, script: str) -> str:
-    """The page that shows ``data`` by a script of its own beside `_SCRIPTS`; readers without JavaScript get the ``words``."""
+    """The page that shows ``data`` with `_SCRIPTS` and one more ``script``; readers without JavaScript get the ``words``."""
     text = _part("page.html")
     for mark, content in (
         ("TITLE", escape(f"{heading}: shardplan")),
@@ -147,7 +147,7 @@ def _level(level: Level) -> dict[str, Any]:
 
 
 def axis_values(plan: PlanData) -> tuple[dict[str, Any], ...]:
-    """The mesh axes, slowest first, each with its level and what it is for."""
+    """The mesh axes, slowest first, each with its level and purposes."""
     return tuple(
         {"name": f.name, "size": f.size, "level": f.level, "purpose": shares[0][0], "shares": list(shares)}
         for f, shares in zip(plan.factors, plan.purposes, strict=True)
@@ -169,7 +169,7 @@ def _own(plan: PlanData, score: Score) -> dict[str, Any]:
 
 
 def _losses(score: Score) -> list[dict[str, Any]]:
-    """What the user's sharding loses, arrays that are alike in one row; a row's figures are those of one of them."""
+    """The losses of the user's sharding, equal arrays in one row; a row's figures are those of one array."""
     known = {loss.path: loss for loss in score.losses}
     alike = {p: (x.given, x.instead, seconds(x.seconds), size(x.bytes), x.source, len(x.together)) for p, x in known.items()}
     return [_loss(group, known[group.paths[0]]) for group in grouped(alike)]

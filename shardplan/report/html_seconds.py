@@ -11,23 +11,23 @@ from shardplan.graph import Node
 from shardplan.schedule import PlannedProgram
 
 FORWARD, BACKWARD = "forward compute", "backward compute"
-"""The kinds of seconds that are not a collective's."""
+"""The kinds of compute seconds; every other kind is a collective's."""
 
 _MOST = 300
-"""The most parts of a treemap; the smallest parts beyond it are one."""
+"""The most parts of a treemap; the smaller parts beyond it are one part for each kind."""
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint)\(")
 _NO_LAYER = frozenset({"", "while", "body", "cond", "scan", "closed_call", "checkpoint", "remat", "rematted_computation"})
 
 _OWN = "shardplan_"
-"""How the names of scopes begin that transforms of a step add (`shardplan.regions`)."""
+"""The prefix of the scopes that transforms of a step add (`shardplan.regions`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineSeconds:
     """The ``seconds`` of a step that one ``kind`` of work takes at one source line of a layer.
 
-    ``layers`` is the number of layers that share the name, whose numbers are left out.
+    ``layers`` counts the layers that share the name, in which ``*`` stands for any number.
     """
 
     layer: str
@@ -44,7 +44,7 @@ class _Sum:
 
 
 def parts_of(planned: PlannedProgram, collectives: Iterable[PlannedCollective]) -> tuple[LineSeconds, ...]:
-    """The parts of a step, the largest first. They add up to ``serial_s``: what hides behind compute is counted too."""
+    """The parts of a step, the largest first. They add up to ``serial_s``: communication hidden behind compute counts too."""
     names = planned.product_names
     computed = [
         (node, _layer(node, names.get(node.id)), planned.op_seconds[node.id] * node.weight) for node in planned.graph.nodes
@@ -74,7 +74,7 @@ def _sent(collectives: Iterable[PlannedCollective], homes: dict[str, str]) -> It
 
 
 def _homes(computed: Iterable[tuple[Node, str, float]]) -> dict[str, str]:
-    """The layer of each source line: that of the op that takes longest there."""
+    """The layer of each source line: that of its slowest op."""
     most: dict[str, tuple[float, str]] = {}
     for node, layer, seconds in computed:
         if layer:

@@ -21,7 +21,7 @@ _EXPOSED = 10
 
 @dataclass(frozen=True, slots=True)
 class StreamBars:
-    """What one stream of a device runs: n bars from ``start_s`` on, of ``seconds``, each named by a number in `Bars.labels`.
+    """The bars of one stream: each begins at ``start_s``, lasts ``seconds`` and has the name `Bars.labels[label]`.
 
     ``busy`` is the fraction of a bar's time in which the stream is busy, ``exposed`` the fraction in which it communicates
     while the device does not compute.
@@ -50,7 +50,7 @@ class ExposedCollective:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A simulated step as bars; ``whole`` where each bar is a task, else a column named by the task that takes most of it."""
+    """A simulated step as bars: tasks if ``whole``, else columns of time, each named after the task that fills most of it."""
 
     step_time_s: float
     exposed_s: float
@@ -146,7 +146,7 @@ def _bars(
     busy: NDArray[np.float64],
     exposed: NDArray[np.float64],
 ) -> StreamBars:
-    """The bars of a stream in which it is busy."""
+    """The bars in which a stream is busy."""
     some = busy > 0
     name = shown.streams[row]
     return StreamBars(

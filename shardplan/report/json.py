@@ -22,7 +22,7 @@ _DERIVED = (
     *("communication_s", "exposed_s", "serial_s", "hidden_s", "communication_bytes", "lower_bound_s", "gap"),
     *("host_bytes", "axes", "matrix", "provenance"),
 )
-"""The properties of `PlanData` that stand beside its fields."""
+"""The properties of `PlanData` that `plan_json` adds to its fields."""
 
 
 PLAN_KEYS = (*(f.name for f in fields(PlanData) if f.name not in _LONG), *_DERIVED, "in_specs", "collectives", "xla_flags")

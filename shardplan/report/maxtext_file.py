@@ -1,8 +1,8 @@
 """A plan's parallelism in the words of MaxText's configuration (`base.yml`): the sizes of its mesh axes, in and between nodes.
 
-MaxText has a mesh axis for each purpose; ``ici_*`` sizes multiply to the devices of a node (it says: of a slice), ``dcn_*`` sizes
-to the nodes. All follows from the plan's matrix and from what a purpose is (`shardplan.search.strategy.purposes`). The plan does
-not know which dims of its weights a model names ``mlp`` or ``heads``: such weights are listed in comments.
+MaxText has a mesh axis for each purpose; ``ici_*`` sizes multiply to the devices of a node (a slice, in its words), ``dcn_*``
+sizes to the nodes. Everything follows from the plan's matrix and its purposes (`shardplan.search.strategy.purposes`). The plan
+does not know which dims of its weights a model names ``mlp`` or ``heads``: comments list such weights.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shardplan.report.paths import grouped
 from shardplan.report.rules_file import flow, one_line
 
 AXES = ("data", "fsdp", "sequence", "tensor", "expert")
-"""The purposes that are mesh axes of MaxText by the same name, in its order."""
+"""The purposes with a MaxText mesh axis of the same name, in MaxText's order."""
 
 _NODES = ("node", "host")
-"""The levels that join nodes, by name: these and all above them are between nodes. Without one, all levels but the last are."""
+"""The names of levels that join nodes: these and all above them are between nodes. Without one, all levels but the last are."""
 
 _LOGICAL = {"activation_batch": ("data", "fsdp"), "activation_length": ("sequence",), "exp": ("expert",)}
-"""MaxText's names of the dims that a purpose cuts in any model."""
+"""MaxText's names of dims, each with the purposes that cut it in any model."""
 
 
 def maxtext_file(plan: PlanData) -> str:
@@ -46,7 +46,7 @@ def maxtext_file(plan: PlanData) -> str:
 
 
 def replicas(plan: PlanData) -> tuple[str, ...]:
-    """The purposes for which MaxText has no axis, in sentences: then the sizes make fewer devices than the cluster has."""
+    """Sentences on purposes for which MaxText has no axis: with these, the sizes make fewer devices than the cluster has."""
     return tuple(
         f"{between * inside} devices do the same work (purpose {purpose}), for which MaxText has no axis: these sizes do not "
         "make all devices"
@@ -65,7 +65,7 @@ def _sizes(plan: PlanData) -> dict[str, tuple[int, int]]:
 
 
 def between_nodes(levels: Sequence[str]) -> int:
-    """How many levels, given by their names from the slowest on, are between nodes."""
+    """The number of levels between nodes; ``levels`` are their names, slowest first."""
     return next((n + 1 for n, name in enumerate(levels) if name in _NODES), len(levels) - 1)
 
 
@@ -74,7 +74,7 @@ def _mesh_text(plan: PlanData) -> str:
 
 
 def _not_said(plan: PlanData) -> Iterator[str]:
-    """What of the plan the file does not say, in sentences."""
+    """Sentences on the parts of the plan that the file cannot express."""
     for factor, shares in zip(plan.factors, plan.purposes, strict=True):
         if len(shares) > 1:
             parts = ", ".join(f"{purpose} {part:.0%}" for purpose, part in shares)

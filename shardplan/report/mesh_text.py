@@ -245,7 +245,7 @@ def _rows_note(cluster: Cluster) -> str:
 
 
 def _in_words(matrix: Matrix, cluster: Cluster) -> str:
-    """Where each axis lies: ``axis 0: 2 node x 4 gpu``."""
+    """The levels that each axis covers: ``axis 0 over 2 node x 4 gpu``."""
     said: list[str] = []
     for axis, row in enumerate(matrix.rows):
         parts = [f"{n} {name}" for n, name in zip(row, cluster.level_names, strict=True) if n > 1]
@@ -272,7 +272,7 @@ def _tree(cluster: Cluster) -> str:
 
 
 def _single(device: SingleDevice) -> str:
-    """What differs of a device: ``0.5x the speed, 16.0 GiB``."""
+    """The figures in which a device differs: ``0.5x the speed, 16.0 GiB``."""
     if device.absent:
         return "absent"
     memory = [] if device.memory_bytes is None else [tables.size(device.memory_bytes)]

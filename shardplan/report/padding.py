@@ -13,7 +13,7 @@ _LARGE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A dim that some mesh axes do not divide: ``axes`` are these, ``padded`` is the next size that all devices divide."""
+    """A dim that the mesh axes ``axes`` do not divide; ``padded`` is the next size that the number of devices divides."""
 
     dim: int
     size: int

@@ -33,7 +33,7 @@ def purposes_text(plan: PlanData) -> str:
 
 
 def _several(level: str) -> str:
-    """The name of a level's children, more than one of them."""
+    """The plural of a level's name: ``nodes``, ``GPUs``."""
     return f"{level.upper() if level in ('gpu', 'tpu', 'cpu') else level}s"
 
 
@@ -48,7 +48,7 @@ def _mixed(plan: PlanData) -> list[str]:
 
 
 def tried_text(plan: PlanData) -> str:
-    """The factorings that the search came to, the fastest first; empty where there was one alone."""
+    """The factorings that the search priced, fastest first; empty if there was only one."""
     searched = sorted((t for t in plan.tried if t.seconds is not None), key=lambda t: t.seconds or 0.0)
     if len(searched) < 2:
         return ""
@@ -58,7 +58,7 @@ def tried_text(plan: PlanData) -> str:
 
 
 def _why(plan: PlanData, searched: Sequence[Tried]) -> str:
-    """Why the plan has its factoring although the search priced another one that fits lower; empty where it did not."""
+    """Why the plan has its factoring although the search priced another that fits lower; empty if it did not."""
     own = next((t.seconds or 0.0 for t in searched if t.factors == plan.factors), 0.0)
     if not any(t.fits and (t.seconds or 0.0) < own * (1 - 1e-6) for t in searched):
         return ""

@@ -18,7 +18,7 @@ class PathGroup:
 
 
 def apart(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths with a number behind each that was there before.
+    """The paths, with a number appended to each repeated one.
 
     >>> apart(["a", "b", "a"])
     ('a', 'b', 'a#2')

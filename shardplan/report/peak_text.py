@@ -1,4 +1,4 @@
-"""What a device holds where its memory peaks, in words: arguments by path, other values by the source line that makes them."""
+"""A device's memory at its peak, in words: arguments by path, other values by the source line that makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {"arguments": "of arguments", "values": "of values between ops", "copie
 
 
 def peak_lines(session: Session) -> list[str]:
-    """Where memory peaks, then a line for each kind of what is held there: the bytes on one device and the largest parts."""
+    """Where memory peaks, then a line for each kind of content: its bytes on one device and its largest parts."""
     solution, problem, graph = session.solution, session.problem, session.graph
     live = liveness(problem, session.donated)
     point, held = held_at_peak(problem, live, solution.states, solution.keep, solution.limits)
@@ -44,7 +44,7 @@ def peak_lines(session: Session) -> list[str]:
 
 
 class _Names:
-    """The names of a graph's tensors: ``named`` where they have one, else the source line of the op that makes them."""
+    """The names of a graph's tensors: those of ``named``, else the source line of the op that makes them."""
 
     def __init__(self, graph: Graph, named: Mapping[int, str], products: Mapping[int, str]) -> None:
         self._products = products
@@ -53,13 +53,13 @@ class _Names:
         self._sources = {link.target: link.source for link in graph.links if not link.same}
 
     def kind(self, held: Held) -> str:
-        """Which of `_KINDS` it is."""
+        """The key of `_KINDS` for a held tensor."""
         if held.kind != "stored":
             return "copies"
         return "arguments" if held.tensor in self._arguments else "values"
 
     def largest(self, held: list[Held]) -> list[tuple[str, float]]:
-        """(name, bytes in all) of what shares a name, the largest first. Paths share one where `grouped` gives them one."""
+        """(name, total bytes), largest first. Paths that `grouped` puts under one pattern share a name."""
         lines: dict[str, float] = {}
         paths: dict[str, float] = {}
         for h in held:
@@ -75,7 +75,7 @@ class _Names:
         return sorted(lines.items(), key=lambda row: (-row[1], row[0]))
 
     def _origin(self, tensor: int) -> int:
-        """The tensor from which loops have the value."""
+        """The tensor whose value loops hand on as this tensor."""
         seen = {tensor}
         while tensor not in self._makers and tensor not in self._named and tensor in self._sources:
             tensor = self._sources[tensor]

@@ -1,4 +1,4 @@
-"""Explains a plan with groups of devices: which layers each group runs and why, what crosses, and what waiting costs."""
+"""Explains a plan with groups of devices: which layers each group runs and why, what groups send, and what waiting costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATTERNS = 6
 
 
 def explained(plan: PlacedData, path: str | None = None) -> str:
-    """What a plan's file says of the whole plan, or of the arguments whose path equals ``path`` or matches it as a glob.
+    """The explanation in a plan's file of the whole plan, or of arguments whose path equals ``path`` or matches it as a glob.
 
     Raises:
         ShardplanError: if no argument matches.
@@ -34,7 +34,7 @@ def explained(plan: PlacedData, path: str | None = None) -> str:
 
 
 def explanations_of(plan: PlacedData | PlanData, path: str | None = None) -> dict[str, str]:
-    """The explanations of a plan, by path, that `explained` shows.
+    """The explanations that `explained` shows, by path.
 
     Raises:
         ShardplanError: if no argument matches.
@@ -52,7 +52,7 @@ def explanations_of(plan: PlacedData | PlanData, path: str | None = None) -> dic
 
 
 def placed_remarks(plan: PlacedData | PlanData) -> list[str]:
-    """`remarks` of a plan, whose groups were all planned with the same constants."""
+    """The `remarks` of a plan, all of whose groups were planned with the same constants."""
     return remarks(conditions(plan))
 
 
@@ -87,7 +87,7 @@ def _whole(plan: PlacedData, placed: PlacedStep) -> str:
 
 
 def _why(plan: PlacedData, placed: PlacedStep) -> str:
-    """How the groups came about."""
+    """The origin of the groups."""
     if plan.inner is None:
         return f"the groups are those of {plan.origin}"
     crossing = {t.key[0] for t in placed.graph.transfers if t.key[1] >= 0}
@@ -136,7 +136,7 @@ def _sources(ops: Sequence[Op]) -> list[str]:
 
 
 def _spent(graph: PlacedTaskGraph, n: int) -> list[str]:
-    """What a group spends in the programs that take longest."""
+    """The three programs in which a group spends most time, with their runs and seconds."""
     times = [0] * len(graph.pieces)
     for task in graph.tasks:
         times[task.piece] += 1
@@ -146,7 +146,7 @@ def _spent(graph: PlacedTaskGraph, n: int) -> list[str]:
 
 
 def _sent(graph: PlacedTaskGraph, n: int) -> list[str]:
-    """The bytes that a group sends to each other one."""
+    """The bytes that a group sends to each other group."""
     sent: dict[int, int] = {}
     for t in graph.transfers:
         if t.source == n:
@@ -155,7 +155,7 @@ def _sent(graph: PlacedTaskGraph, n: int) -> list[str]:
 
 
 def _ops_by_group(plan: PlacedData, program: Program) -> Mapping[int, Sequence[Op]]:
-    """The ops of each group, in the order of the step; those of a pipeline are the ones of a microbatch, without sums."""
+    """The ops of each group in program order; for a pipeline, those of one microbatch without the sums over microbatches."""
     of = plan.outer if plan.inner is None else plan.inner_groups
     ops, totals = program.ops, set[int]()
     if plan.inner is not None:

@@ -1,4 +1,4 @@
-"""The HTML page of a plan with groups of devices: which lines run where, when, and how arrays lie in each group."""
+"""The HTML page of a plan with groups of devices: where and when each line runs, and how arrays lie in each group."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardplan.report.placed_timeline import PlacedTimeline
 from shardplan.report.tables import seconds, size
 
 _MOST = 1500
-"""The most bars of a row; in one with more, neighbours of one kind are joined."""
+"""The most bars of a row; in a row with more, neighbours of one kind are joined."""
 _KINDS = ("forward compute", "backward compute", "update", "transfer")
 _BUBBLE = "bubble"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One group: its devices and mesh, the seconds of a step in which it computes and waits, what a device of it holds at most,
-    how its arguments lie, and its collectives. ``why`` is what `plan.explain` says of it.
+    """One group: its devices and mesh, the seconds of a step in which it computes and waits, the most bytes that a device of it
+    holds, the layouts of its arguments, and its collectives. ``why`` is its explanation by `plan.explain`.
     """
 
     number: int
@@ -59,8 +59,8 @@ class LineRow:
 
 @dataclass(frozen=True, slots=True)
 class RowBars:
-    """What a group runs, or what one group sends to another: bars from ``start_s`` on, of ``seconds``, each with its kind and
-    with the number of its name in `Rows.labels`. Where a group waits there is a bar too.
+    """The runs and waits of a group, or the transfers from one group to another, as bars: each begins at ``start_s``, lasts
+    ``seconds``, and has a kind and the name `Rows.labels[label]`.
     """
 
     name: str
@@ -95,7 +95,7 @@ class PlacedPage:
 
 
 def placed_page(plan: PlacedData, placed: PlacedStep, shown: PlacedTimeline, figures: PlacedFigures, limit: int) -> str:
-    """The page of a plan whose explanations are there; ``limit`` is the bytes that a device may hold."""
+    """The page of a plan that has explanations; ``limit`` is the bytes that a device may hold."""
     data = PlacedPage(
         title=figures.title,
         facts=tuple(_facts(plan, figures, limit)),
@@ -145,12 +145,12 @@ def _groups(plan: PlacedData, placed: PlacedStep) -> Iterator[GroupView]:
 
 
 def _lines(plan: PlacedData, placed: PlacedStep) -> Iterator[LineRow]:
-    """The source lines, in the order of the groups and of the step."""
+    """The source lines by group, each group's in the order of the step."""
     counts: dict[tuple[int, str], list[int]] = {}
     for op, group in _placed_ops(plan, placed):
         counts.setdefault((group, str(op.source)), [0, 0])[op.backward] += 1
     for (group, source), (forward, backward) in sorted(counts.items(), key=lambda row: row[0][0]):
-        if source != "?":  # an op of no line
+        if source != "?":  # an op without a source line
             yield LineRow(source, group, forward, backward)
 
 
@@ -189,7 +189,7 @@ def _bars(shown: PlacedTimeline, row: int) -> list[_Bar]:
 
 
 def _joined(bars: list[_Bar], step_time_s: float, label: int) -> list[_Bar]:
-    """The bars of a row; of too many, neighbours of one kind as one where the gap could not be seen."""
+    """The bars of a row; if they are too many, neighbours of one kind are joined where the gap is too short to be seen."""
     if len(bars) <= _MOST:
         return bars
     found: list[_Bar] = []
@@ -202,7 +202,7 @@ def _joined(bars: list[_Bar], step_time_s: float, label: int) -> list[_Bar]:
 
 
 def _bubbles(bars: Sequence[_Bar], step_time_s: float, label: int) -> Iterator[_Bar]:
-    """Where a group waits, if it can be seen."""
+    """The waits of a group that are long enough to be seen."""
     at = 0.0
     for start, end in [*((bar[0], bar[1]) for bar in bars), (step_time_s, step_time_s)]:
         if start - at > step_time_s / (2 * _MOST):

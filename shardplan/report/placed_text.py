@@ -19,9 +19,9 @@ from shardplan.report.tables import seconds, size, table
 
 @dataclass(frozen=True, slots=True)
 class PlacedFigures:
-    """What a report of a placed plan needs: the plans of its groups, their tasks, and the figures of the whole step.
+    """The data of a report on a placed plan: the plans of its groups, their tasks, and the figures of the whole step.
 
-    ``paths`` are those of the arguments, ``tried`` the placements that this one was chosen among.
+    ``paths`` are the arguments' paths, ``tried`` the placements among which this one was chosen.
     """
 
     title: str
@@ -67,11 +67,11 @@ _ASKED = (
     *("memory_limit", "memory_limit_origin", "objective", "one_choice", "donate_argnums", "replicate", "time_budget_s"),
     *("time_model", "constants"),
 )
-"""What was asked for: the same in each group."""
+"""The options and constants, which are the same in each group."""
 
 
 def placed_json(plan: PlacedFigures) -> dict[str, Any]:
-    """The figures as JSON values. Seconds are of one step, bytes of one device. None: only a plan on all devices has it."""
+    """The figures as JSON values. Seconds are of one step, bytes of one device. Keys only of plans on all devices are None."""
     graph, dispatch = plan.placed.graph, plan.placed.dispatch
     groups = [
         {
@@ -132,7 +132,7 @@ def transfer_bytes(graph: PlacedTaskGraph) -> int:
 
 
 def idle_share(placed: PlacedStep, devices: int) -> float:
-    """The part of the step in which a device computes nothing, on average over so many devices."""
+    """The part of the step in which a device computes nothing, on average over ``devices``."""
     graph, dispatch = placed.graph, placed.dispatch
     total = sum(dispatch.busy_s(graph, g) * len(own.devices) for g, own in enumerate(graph.groups))
     whole = dispatch.step_time_s * devices

@@ -34,7 +34,7 @@ class PlacedTimeline(PlacementTimeline):
 
 
 def placed_timeline(placed: PlacedStep, devices: int) -> PlacedTimeline:
-    """The timeline of a placed step on a cluster of so many devices, as its dispatch predicts it."""
+    """The timeline of a placed step on a cluster of ``devices``, as its dispatch predicts it."""
     graph, issues = placed.graph, placed.dispatch.issues
     rows = {("group", g): f"group {g} ({device_ranges(own.devices)})" for g, own in enumerate(graph.groups)}
     loops = any(t.microbatch != WHOLE for t in graph.tasks)
@@ -67,8 +67,8 @@ def placed_timeline(placed: PlacedStep, devices: int) -> PlacedTimeline:
 
 
 def _kind(piece: Piece, loops: bool) -> int:
-    """What most seconds of a piece are spent on. Ops that come after the backward pass are updates; in a loop over microbatches
-    they add up gradients, and belong to it.
+    """The kind of work that takes most seconds of a piece. Ops that read results of the backward pass are updates; in a loop
+    over microbatches they add up gradients, and count as backward.
     """
     if isinstance(piece.own, str):
         return _UPDATE
@@ -97,7 +97,7 @@ def placed_timeline_json(shown: PlacedTimeline) -> dict[str, Any]:
 
 
 def placed_timeline_text(shown: PlacedTimeline, *, title: str = "the step") -> str:
-    """The step, what waiting costs, and how long each group computes and each transfer takes, for people."""
+    """The step, the cost of waiting, and the seconds of each group and each pair of groups that send, for people."""
     figures = placed_timeline_json(shown)
     lines = [
         f"{title}: {seconds(shown.step_time_s)} a step on {shown.groups} groups of devices, {len(shown)} runs and transfers",

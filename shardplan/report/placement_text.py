@@ -1,4 +1,4 @@
-"""A placement as text for people: the step beside its baselines, and where each operator runs, cut how, and why."""
+"""A placement as text for people: the step beside its baselines, and for each operator its devices, its cut and the reason."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def placement_text(
     origin: str,
     searched: str,
 ) -> str:
-    """``gains`` [operators] are the seconds that a step takes more if one operator alone runs data parallel (None: it does).
+    """``gains`` [operators] are the extra seconds of a step if one operator alone runs data parallel (None: it already does).
 
-    ``plan_priced_s`` is the step of the plan on all devices as the planner prices it, where it is known. ``speeds`` has those of
-    the devices that run something, by number.
+    ``plan_priced_s`` is the planner's price for the step of the plan on all devices, if known. ``speeds`` has the speeds of the
+    devices that run something, by number.
     """
     rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
     parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]

@@ -1,4 +1,4 @@
-"""The timeline of a placed step: a row for each device and each connection that is used, as trace events and as a picture."""
+"""The timeline of a placed step: a row for each device and each connection in use, as trace events and as a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PlacementTimeline:
     """When each task of a placed step runs.
 
     Task n of ``names[name[n]]`` runs in ``rows[row[n]]`` from ``start_s`` to ``end_s`` [tasks]. ``kind`` [tasks] is 0 to 2 for
-    the phases of operators, 3 for what is sent.
+    the phases of operators, 3 for transfers.
     """
 
     step_time_s: float

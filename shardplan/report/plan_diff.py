@@ -14,7 +14,7 @@ from shardplan.report.diff_views import View, view
 from shardplan.report.paths import PathGroup, grouped
 
 _ROUNDING = 1e-9
-"""The part by which equal figures may differ."""
+"""The relative difference up to which figures are equal."""
 
 _ASKED = ("memory_limit", "objective", "time_model", "pins", "fixed_axes", "one_choice", "replicate", "time_budget_s")
 
@@ -35,9 +35,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What arguments cost a device under one plan: the bytes that it holds of them, the seconds of the collectives that move
-    them, their gradients or their updates in a step, and those of these seconds that nothing hides. ``why`` is what the plan's
-    file says on the layout of the first of them.
+    """The cost of arguments for a device under one plan: the bytes that it holds of them, the seconds a step of the collectives
+    that move them, their gradients or their updates, and the exposed part of these seconds. ``why`` is the reason that the
+    plan's file gives for the layout of the first argument.
     """
 
     held_bytes: int
@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Arguments of the pattern ``name``, all with one layout before and another after, and what they cost together."""
+    """Arguments of the pattern ``name``, all with one layout before and another after, and their total costs."""
 
     name: str
     before: str
@@ -64,10 +64,10 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class SentDifference:
-    """Collectives of equal kind, axes and costs under both plans: the arrays that they move, their seconds and wire bytes a step.
+    """Collectives of equal kind, axes and costs under both plans: the arrays that they move, and seconds and wire bytes a step.
 
-    ``count`` is the number of arrays under the pattern ``tensor``; seconds and bytes are of all of them together. ``group`` is
-    the group of devices that they belong to, if there are groups.
+    ``count`` is the number of arrays under the pattern ``tensor``; seconds and bytes are totals over them. ``group`` is their
+    group of devices, if there are groups.
     """
 
     group: int | None
@@ -91,8 +91,8 @@ class SentDifference:
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
     """All changes. ``program``: arguments added, removed or reshaped, and operators. ``asked`` has the options that differ,
-    ``reasons`` what else explains that the plans do; all other fields say what was planned. ``inside``: ops or values between
-    arguments and results are cut otherwise; ``other_groups``: so many ops run on other groups of devices.
+    ``reasons`` all other causes; the remaining fields compare what was planned. ``inside``: ops or values between arguments and
+    results are cut otherwise; ``other_groups``: the number of ops that run on another group of devices.
     """
 
     program: tuple[Difference, ...]
@@ -109,7 +109,7 @@ class PlanDiff:
 
     @property
     def alike(self) -> bool:
-        """Whether both plan the same, whatever they were asked for."""
+        """Whether both plan the same, even if their options differ."""
         changes = (self.other_program, self.machine, self.layouts, self.results, self.inside, self.other_groups, self.figures)
         return not any((*changes, self.collectives))
 
@@ -165,14 +165,14 @@ def _fields(a: Any, b: Any, names: Sequence[str]) -> Iterator[Difference]:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """What differs by name."""
+    """The entries that differ, by name."""
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):
             yield Difference(name, _value(a.get(name)), _value(b.get(name)))
 
 
 def _value(value: Any) -> Any:
-    """A field as a JSON value; one with parts as text."""
+    """A field as a JSON value; a composite one as text."""
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
@@ -185,7 +185,7 @@ def _common(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
 
 
 def _changed(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
-    """What differs by path; equal changes of paths that differ in numbers or names share a row."""
+    """The entries that differ, by path; equal changes of paths that differ in numbers or names share a row."""
     return [Difference(g.pattern, a.get(g.paths[0]), b.get(g.paths[0])) for g in _groups(a, b)]
 
 
@@ -195,7 +195,7 @@ def _groups(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[PathGroup, ...]
 
 
 def _moved(a: View, b: View) -> Iterator[Moved]:
-    """The arguments that both plans have in other layouts."""
+    """The arguments of both plans whose layouts differ."""
     old, new = _common(a.specs, b.specs), _common(b.specs, a.specs)
     for group in _groups(old, new):
         first = group.paths[0]
@@ -230,7 +230,7 @@ def _collectives(a: View, b: View) -> list[SentDifference]:
 
 
 def _sent(own: View) -> dict[_Key, tuple[float, float]]:
-    """Seconds and wire bytes of a step, by group, kind, axes and array; a value without a name has the function that makes it."""
+    """(seconds, wire bytes) of a step, by group, kind, axes and array; a value without a name is named after its function."""
     found: dict[_Key, tuple[float, float]] = {}
     for part in own.parts:
         for c in part.plan.collectives:

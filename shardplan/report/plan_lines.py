@@ -1,4 +1,4 @@
-"""A plan in ten lines, or eleven where devices are idle: what `repr` prints. It says what is known, and starts no search."""
+"""A plan in ten lines, or eleven where devices are idle, as `repr` prints it. It says what is known and starts no search."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _cut(line: str) -> str:
 
 
 def _memory(plan: PlanData) -> str:
-    """The peak of a device beside its limit, and what its host holds."""
+    """The peak of a device beside its limit, and the bytes in host memory."""
     text = f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"
     return f"{text}, and {size(plan.host_bytes)} of its host's" if plan.offloaded else text
 

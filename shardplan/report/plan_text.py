@@ -22,7 +22,7 @@ _STOPPED = {
 }
 
 _REST = 12
-"""The most rows of collectives that are shown; the total counts all."""
+"""The most rows of collectives shown; the total counts all."""
 
 
 def plan_text(plan: PlanData, *, title: str = "the step") -> str:
@@ -44,7 +44,7 @@ def _head(plan: PlanData, title: str) -> str:
 
 
 def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
-    """What is said first of a plan, as (name, text); a text without a name continues the one before it."""
+    """The facts at the head of a plan's text, as (name, text); a text without a name continues the one before it."""
     cluster = plan.cluster
     devices = math.prod(level.size for level in cluster.levels)
     links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
@@ -72,8 +72,8 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
 
 
 def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
-    """That devices repeat the work of others, where they do; and, where the baselines are known, the least batch for which data
-    parallelism over all devices would pay.
+    """A fact on devices that repeat the work of others, if some do. If the baselines are known, it adds the least batch for
+    which data parallelism over all devices would pay.
 
     The replicated step computes R seconds, data parallelism computes C and communicates for D, whatever the batch. N times the
     batch saves at most N (R - C) of compute, because ops that do not fill a device get no slower by more work. So data
@@ -95,7 +95,7 @@ def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def placements_text(tried: Sequence[TriedPlacement]) -> str:
-    """The placements that a plan was chosen among."""
+    """The placements among which a plan was chosen."""
     rows = [
         [
             row.what,
@@ -109,7 +109,7 @@ def placements_text(tried: Sequence[TriedPlacement]) -> str:
 
 
 def constants_text(plan: PlanData) -> list[str]:
-    """A remark where the plan was made with other constants than today's; at most one."""
+    """At most one remark: that the plan was made with other constants than today's."""
     changed = ", ".join(f"{name} {then} (now {now})" for name, (then, now) in plan.changed_constants.items())
     return [f"planned with other constants, so prices made again differ: {changed}"] if changed else []
 
@@ -123,7 +123,7 @@ def _unknown(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _whole(plan: PlanData) -> list[tuple[str, str]]:
-    """The primitives of which no device can run a part, with their source lines."""
+    """The primitives that run whole on every device, with their source lines."""
     places: dict[str, list[str]] = {}
     for text in plan.whole_ops:
         primitive, _, place = text.partition(" at ")
@@ -132,13 +132,13 @@ def _whole(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _step_time(plan: PlanData) -> str:
-    """The step's seconds, what they are spent on, and both bounds (nothing overlaps, one hides the other)."""
+    """The step's seconds, their parts, and both bounds (nothing overlaps, one hides the other)."""
     bounds = f"{seconds(plan.serial_s)} one after the other, {seconds(plan.hidden_s)} perfectly hidden"
     return f"{spent_text(plan)}; {bounds}"
 
 
 def spent_text(plan: PlanData) -> str:
-    """The step's seconds, and what they are spent on."""
+    """The step's seconds and their parts."""
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
         spent += f" ({seconds(plan.exposed_s)} of it exposed)"
@@ -147,14 +147,14 @@ def spent_text(plan: PlanData) -> str:
 
 
 def host_text(plan: PlanData) -> str:
-    """What lies in host memory between steps, and what its copies cost a step."""
+    """The arrays in host memory between steps, and the seconds a step that copying them takes."""
     count, rate_text = len(plan.offloaded), rate(plan.cluster.device.host_bytes_per_s or 0.0)
     arrays = f"{count} array{'s' if count > 1 else ''}, {size(plan.host_bytes)} a device"
     return f"{arrays}; copies there and back take {seconds(plan.host_s)} a step at {rate_text}, and nothing hides them"
 
 
 def remat_text(remat: Remat) -> str:
-    """What the backward pass computes again, and the plan without that."""
+    """The recomputation of the backward pass, and the best plan without it."""
     if not remat.parts:
         return f"nothing is computed again: {remat.note}"
     counts = [(remat.loops, "loop body", "loop bodies"), (remat.blocks, "block", "blocks")]
@@ -298,7 +298,7 @@ def baselines_text(plan: PlanData) -> str:
 
 
 def _restricted(plan: PlanData) -> str:
-    """What restricts a plan, but not its baselines."""
+    """The restrictions of a plan that its baselines do not have."""
     what = ["pins"] * bool(plan.pins) + ["axes="] * bool(plan.fixed_axes) + ["a search that ended early"] * bool(plan.stopped)
     return (
         f", which {' and '.join(what)} restrict{'s' if what in (['axes='], ['a search that ended early']) else ''}"
@@ -401,7 +401,7 @@ def _verdict(found: Mapping[str, Any]) -> str:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
-    """What a verification could not show."""
+    """Notes on what a verification does not prove."""
     notes: list[str] = []
     if found["zeros"]:
         count = len(found["zeros"])
@@ -442,7 +442,7 @@ def _pair(predicted: float, measured: float) -> list[str]:
 
 
 def ratio(measured: float, predicted: float) -> str:
-    """A ratio like ``1.03``; a dash if only the prediction is zero, 1.00 if both are."""
+    """A ratio like ``1.03``; a dash if only the prediction is zero, 1.00 if both are zero."""
     return f"{measured / predicted:.2f}" if predicted else "-" if measured else "1.00"
 
 

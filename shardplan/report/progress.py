@@ -1,4 +1,4 @@
-"""A progress bar for long work: silent for the first second, and where the stream is no terminal."""
+"""A progress bar for long work: hidden for the first second, and if the stream is no terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _REDRAW_S = 0.25
 
 
 class Bar(Protocol):
-    """A line of a terminal that is drawn again and again."""
+    """A line on a terminal that is redrawn in place."""
 
     def draw(self, standing: Standing, lasted_s: float) -> None:
         """Draws the line in place of the one before."""
         ...
 
     def wipe(self) -> None:
-        """Leaves nothing behind."""
+        """Removes the line."""
         ...
 
 
@@ -36,8 +36,9 @@ class Progress:
     """An observer of work that draws a progress bar: ``progress(stage, share)``, and ``progress.best(seconds, bound)`` for the
     best plan so far and a lower bound on its seconds.
 
-    Inside its context a thread draws the bar on ``stream`` (standard error), from ``after_s`` seconds on, and only on a terminal
-    (not with TERM=dumb); the calls themselves draw nothing. The bar is wiped at the end. ``plain`` does without the package rich.
+    Inside its context a thread draws the bar on ``stream`` (standard error), from ``after_s`` seconds on, and only on a
+    terminal (not with TERM=dumb); the calls themselves draw nothing. The bar is wiped at the end. If ``plain``, the package
+    rich is not used.
 
     >>> with Progress() as progress:
     ...     for done in range(3):
@@ -70,7 +71,7 @@ class Progress:
         self._standing = replace(self._standing, best_s=best_s, least_s=least_s)
 
     def draw(self) -> None:
-        """Draws the bar as it stands, if work has lasted long enough."""
+        """Draws the bar in its present state if work has lasted long enough."""
         lasted_s = self._clock() - self._start_s
         if not self._watched or lasted_s < self._after_s or not self._standing.stage:
             return
@@ -110,7 +111,7 @@ class _PlainBar:
         self._stream, self._width = stream, 0
 
     def draw(self, standing: Standing, lasted_s: float) -> None:
-        # a line that is broken could not be overwritten
+        # a wrapped line could not be overwritten
         self._write(bar(standing, lasted_s)[: _columns(self._stream) - 1])
 
     def wipe(self) -> None:
@@ -119,14 +120,14 @@ class _PlainBar:
         self._stream.flush()
 
     def _write(self, line: str) -> None:
-        # spaces overwrite the end of a longer line before
+        # spaces overwrite the end of a longer previous line
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
 
 
 def _columns(stream: TextIO) -> int:
-    """The width of a terminal; 80 where it does not say."""
+    """The width of a terminal; 80 if it is unknown."""
     with suppress(OSError, ValueError):
         return os.get_terminal_size(stream.fileno()).columns or 80
     return 80

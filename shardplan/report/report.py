@@ -1,4 +1,4 @@
-"""The answer of a command of the command line."""
+"""The answer of a command-line command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 class Report:
     """One answer, as text and as JSON values.
 
-    ``passed`` is false if its check failed, ``for_people`` if the text is for programs: then it has no colours.
+    ``passed`` is false if the command's check failed. ``for_people`` is false if the text is for programs: it gets no colours.
     """
 
     text: str

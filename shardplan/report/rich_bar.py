@@ -1,4 +1,4 @@
-"""The progress bar in colours, drawn by the package rich. What others write meanwhile is printed above it."""
+"""The progress bar in colours, drawn by the package rich. Other output is printed above it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardplan.report.tables import seconds
 
 
 class RichBar:
-    """A line with the stage, a bar that moves by itself where the share is unknown, the time, and the best plan so far."""
+    """A line with the stage, a bar that pulses if the share is unknown, the time, and the best plan so far."""
 
     def __init__(self, stream: TextIO) -> None:
         self._progress = Progress(
@@ -42,5 +42,5 @@ class RichBar:
             self._progress.start()
 
     def wipe(self) -> None:
-        """Leaves nothing behind."""
+        """Removes the line."""
         self._progress.stop()

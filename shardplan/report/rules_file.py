@@ -1,8 +1,8 @@
-"""A plan's PartitionSpecs as ordered rules on paths, in YAML of which each rule is one line of JSON.
+"""A plan's PartitionSpecs as ordered rules on paths, as YAML in which each rule is a line of JSON.
 
-A rule is a pattern and a spec. Patterns are regular expressions for whole paths, with ``^`` and ``$``, so that `re.search` (as
-flax-style helpers use it), `re.match` and `re.fullmatch` agree. The first pattern that matches a leaf's path has its spec. A spec
-has an entry for each dim: null, the name of an axis, or a list of names; trailing whole dims are left out.
+A rule is a pattern and a spec. Patterns are regular expressions for whole paths, with ``^`` and ``$``, so that `re.search`
+(which flax-style helpers use), `re.match` and `re.fullmatch` agree. The first pattern that matches a leaf's path gives its
+spec. A spec has an entry for each dim: null, the name of an axis, or a list of names; trailing whole dims are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardplan.plans.data import PlanData
 Spec = tuple[object, ...]
 _NUMBER = re.compile(r"(\d+)")
 _SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # what YAML does not take, and JSON does
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # JSON allows these, YAML does not
 
 
 def rules_file(plan: PlanData) -> str:
@@ -42,7 +42,7 @@ def rules_file(plan: PlanData) -> str:
 
 
 def folded(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:
-    r"""Patterns in the order of the paths, each with its spec; paths that differ in numbers alone share one where that is exact.
+    r"""Patterns in path order, each with its spec; paths that differ only in numbers share a pattern where that is exact.
 
     >>> folded({"w/0/k": ("gpu",), "w/1/k": ("gpu",), "w/0/b": (), "w/1/b": ("gpu",)})
     [('^w/\\d+/k$', ('gpu',)), ('^w/0/b$', ()), ('^w/1/b$', ('gpu',))]
@@ -55,8 +55,8 @@ def folded(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:
 
 
 def _patterns(words: Sequence[str], spec: Spec, numbers: Sequence[tuple[str, ...]], specs: Mapping[str, Spec]) -> list[str]:
-    """The fewest patterns for the paths of these words with these numbers between them: one for any numbers, one for the given
-    ones, or one for each path.
+    """The fewest patterns for paths with these ``words`` and ``numbers`` between them: one that takes any numbers, one that
+    takes the given numbers, or one for each path.
     """
     columns = [sorted(set(column), key=lambda n: (int(n), n)) for column in zip(*numbers, strict=True)]
     anything = _pattern(words, [r"\d+" if len(column) > 1 else column[0] for column in columns])

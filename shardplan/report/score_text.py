@@ -1,4 +1,4 @@
-"""A sharding that the user wrote as text: its price beside the plan's, and where it loses."""
+"""The score of a user's sharding as text: its price beside the plan's, and its losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.report.tables import seconds, size, table
 _ROWS = 12
 """The most rows of a table of losses or collectives; JSON has all."""
 _SHARE = 0.95
-"""The rows of a table stand for this part of its sum; what is left is one row."""
+"""The part of a table's sum that single rows show; one row has the rest."""
 
 
 def score_text(score: Score, *, title: str) -> str:
@@ -32,7 +32,7 @@ def _verdict(score: Score) -> str:
 
 
 def _remarks(score: Score) -> str:
-    """What does not fit, what is replicated, and what the rest of the step is priced by."""
+    """Remarks: whether it fits, which arguments are replicated, and which layouts other values are assumed to have."""
     lines = (
         []
         if score.fits

@@ -33,7 +33,7 @@ def _by_path(tree, specs, names=None):
         found.append(specs[name])
     return jax.tree_util.tree_unflatten(structure, found)
 '''
-"""The function of an exported file that puts what a table has for each path into a tree."""
+"""A function in exported files: it replaces each leaf of a tree by the table's entry for its path."""
 
 _FILE = '''\
 """The PartitionSpecs of a step, planned on {cluster}: {figures}.
@@ -94,7 +94,7 @@ def shardings(specs, on):
 
 
 def specs_file(plan: PlanData, order: Sequence[int] | None = None) -> str:
-    """The text of the file. ``order`` has the numbers of the mesh's devices, by default those of the cluster."""
+    """The text of the file. ``order`` has the device numbers of the mesh, by default in the cluster's order."""
     names, axes = tuple(plan.axes), plan.axes
     groups = [(i,) for i in range(len(plan.factors))]
     numbers = device_order(plan.cluster, plan.factors, groups).ravel().tolist() if order is None else list(order)
@@ -118,5 +118,5 @@ def _rows(paths: Iterable[str], specs: Iterable[Sequence[object]]) -> str:
 
 
 def comment(text: str) -> str:
-    """Text that a docstring can hold."""
+    """The text without characters that would end a docstring."""
     return text.replace("\\", "/").replace('"', "'")

@@ -1,4 +1,4 @@
-"""How far some work has come."""
+"""The progress of long work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardplan.report.tables import seconds
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far work has come: its stage, the share of the whole that is done (0 to 1; None if unknown), the seconds of the best
-    plan so far (infinite without one), and a lower bound on those (0 without one).
+    """The progress of work: its stage, the share that is done (0 to 1; None if unknown), the seconds of the best plan so far
+    (infinite without one), and a lower bound on them (0 without one).
     """
 
     stage: str = ""

@@ -41,7 +41,7 @@ _MARGIN = 0.4
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A column on the paper: its row and left edge. ``opens`` and ``closes`` count the repeat that begins or ends there (else 0)."""
+    """A column on the paper: its row and left edge. ``opens`` and ``closes`` count the repeat that begins or ends there."""
 
     column: Column
     row: int

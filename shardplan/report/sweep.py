@@ -14,17 +14,17 @@ from shardplan.report.draw import new_figure, picture_format, rendered
 from shardplan.report.tables import seconds
 
 Unit = Literal["token", "sample", "step"]
-"""What is counted where plans are compared: the finest of these that every plan's data say."""
+"""The unit by which plans are compared: the finest one that the data of every plan count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a sweep: the settings that vary, and what became of the plan for them.
+    """One row of a sweep: the settings that vary, and the figures of the plan for them.
 
-    ``devices`` is 0 where no cluster is known. ``samples`` and ``tokens`` are those of one step, None where the data do not say.
-    ``peak_bytes`` is that of the plan, or of the smallest one found where none fits within ``limit_bytes``; then ``remedy`` says
-    what would. ``error`` is why the settings were refused. ``price`` is in dollars for one hour of one device. ``stopped`` is
-    what ended the search early.
+    ``devices`` is 0 where no cluster is known. ``samples`` and ``tokens`` are those of one step, None where the data do not
+    say. ``peak_bytes`` is that of the plan; if none fits within ``limit_bytes``, it is that of the smallest one found, and
+    ``remedy`` says what would fit. ``error`` is the reason why the settings were refused. ``price`` is in dollars for one hour
+    of one device. ``stopped`` is the cause that ended the search early.
     """
 
     settings: Mapping[str, Any]
@@ -87,7 +87,7 @@ class Point:
 class Sweep:
     """The points of a sweep in the order of their settings, the last one varying fastest. Made by `shardplan.sweep`.
 
-    ``varied`` are the names of the settings, ``total`` the number of points that were asked for: fewer are here if an interrupt
+    ``varied`` are the names of the settings, ``total`` the number of points asked for: ``points`` has fewer if an interrupt
     ended the sweep. ``samples_from`` is the argument whose batch dim counts the samples (empty: none).
     """
 
@@ -107,12 +107,12 @@ class Sweep:
 
     @property
     def unit(self) -> Unit:
-        """What plans are compared by: tokens if all have tokens, else samples if all have samples, else steps."""
+        """The unit by which plans are compared: tokens if all have tokens, else samples if all have samples, else steps."""
         return next(u for u in get_args(Unit) if all(p.seconds_per(u) is not None for p in self.planned))
 
     @property
     def cost_unit(self) -> str:
-        """What costs are given in."""
+        """The unit of costs."""
         return f"dollars per million {self.unit}s"
 
     def cost(self, point: Point) -> float | None:
@@ -142,12 +142,12 @@ class Sweep:
 
     @property
     def best(self) -> Point | None:
-        """The fastest point, by seconds per `unit`; of equals the one with the lower cost, or fewer devices."""
+        """The fastest point, by seconds per `unit`; among equals, the one with the lower cost or fewer devices."""
         return min(self.planned, key=self.measures, default=None)
 
     @property
     def cheapest(self) -> Point | None:
-        """The point with the lowest cost, of equals the fastest; None without prices."""
+        """The point with the lowest cost, among equals the fastest; None without prices."""
         return min(self.planned, key=lambda p: self.measures(p)[::-1]) if self.priced else None
 
     @property
@@ -185,7 +185,7 @@ class Sweep:
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings as a command line gives them: ``cluster=2x4 batch=64``."""
+    """Settings as a command line has them: ``cluster=2x4 batch=64``."""
     return " ".join(f"{name}={setting_text(value)}" for name, value in settings.items())
 
 
@@ -235,7 +235,7 @@ def _picture(sweep: Sweep, suffix: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a JSON value: what JSON has no form for becomes text."""
+    """A setting as a JSON value; a value without a JSON form becomes text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(own) for name, own in cast(Mapping[object, object], value).items()}
     if isinstance(value, tuple | list):

@@ -52,7 +52,7 @@ def _notes(sweep: Sweep) -> list[str]:
 
 
 def _ranking(sweep: Sweep) -> list[str]:
-    """The Pareto front, and the best of it."""
+    """The Pareto front, its fastest point and its cheapest one."""
     measure = f"seconds per {sweep.unit}"
     lines = [f"Pareto front of {measure} and {'cost' if sweep.priced else 'devices'}, fastest first:"]
     lines += [f"  {_named(sweep, point)}" for point in sweep.pareto]

@@ -59,8 +59,8 @@ def rate(bytes_per_s: float) -> str:
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], align: str | None = None) -> str:
     """Rows under underlined headers, two spaces between columns, no space at the ends of lines.
 
-    ``align`` has ``l`` or ``r`` for each column; without it columns of numbers go right, others left. A cell that is None stays
-    empty.
+    ``align`` has ``l`` or ``r`` for each column; without it, columns of numbers are right-aligned and others left-aligned. A
+    cell that is None stays empty.
 
     >>> print(table(["plan", "step"], [["fsdp", "12.3 ms"], ["data parallel", "140 ms"]]))
     plan              step
@@ -88,7 +88,7 @@ def _side(column: Sequence[str]) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]], base: int) -> str:
-    """The value in the largest unit of which there is at least one after rounding; ``units`` go from large to small."""
+    """The value in the largest unit in which it is at least 1 after rounding; ``units`` go from large to small."""
     for at, (scale, unit) in enumerate(units):
         shown = _three_digits(value / scale)
         if float(shown) >= 1 or at == len(units) - 1:

@@ -1,4 +1,4 @@
-"""A timeline: a step as it is simulated (FlexFlow, section 5), with its files."""
+"""A timeline: a simulated step (FlexFlow, section 5) that can be saved and drawn."""
 
 from __future__ import annotations
 

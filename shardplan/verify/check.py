@@ -1,8 +1,8 @@
-"""Checks a plan on the user's own arguments: one step under the plan beside one step on one device, leaf by leaf.
+"""Checks a plan on the user's own arguments: compares one step under the plan with one on one device, leaf by leaf.
 
 `shardplan.verify.judge` says what equal means, as for `shardplan.verify.verify`. Both runs take copies, so the arguments remain
-as they are, donated or not. Under the plan of a shrunken copy (`shardplan.verify.fewer`), both
-run on the first samples and layers.
+as they are, donated or not. Under the plan of a shrunken copy (`shardplan.verify.fewer`), both run on the first samples and
+layers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check(
     devices: Sequence[Any] | None = None,
     fewer: Sequence[Fewer] = (),
 ) -> Judged:
-    """Runs the planned step on one device and, ``jitted`` under its plan, on all; ``leaves`` are those of its split arguments.
-    A plan may be for a copy with ``fewer`` samples or layers, which runs on the first of each.
+    """Runs the planned step on one device and, ``jitted`` under its plan, on all; ``leaves`` are those of its arguments,
+    objects split. A plan may be for a copy with ``fewer`` samples or layers, which runs on the first of each.
 
     Raises:
         CheckError: if a leaf of the result differs, or if no number of it is finite.
@@ -69,7 +69,7 @@ def check(
 
 
 def _require_values(leaves: Sequence[Any]) -> None:
-    """Refuses leaves of which this process does not have the values."""
+    """Refuses leaves whose values this process does not have."""
     if any(isinstance(x, Tracer) for x in leaves):
         raise UncheckedError("the step is called inside a traced function, where its arguments have no values")
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -93,7 +93,7 @@ def _require_memory(plan: Runnable, held: int, needed: int, device: Any) -> None
 
 
 def _held(leaves: Sequence[Any], device: Any) -> int:
-    """The bytes of the arguments that a device holds already."""
+    """The bytes of the arguments that a device already holds."""
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     return sum(_nbytes(s.data) for x in arrays for s in x.addressable_shards if s.device == device)
 
@@ -107,7 +107,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _difference(judged: Judged, single: Any, sharded: Any, unknown: str) -> CheckError:
-    """The error that names the worst leaf, with the values where it is furthest off; ``unknown`` is what was not checked."""
+    """The error that names the worst leaf, with its values where they differ most; ``unknown`` says what was not checked."""
     worst = judged.worst
     place = furthest(single, sharded, worst.error)
     here, there = single[place].item(), sharded[place].item()

@@ -1,4 +1,4 @@
-"""Compiles a program in a process of its own first, where the compiler may end its process instead of raising."""
+"""Compiles a program in a child process first, where the compiler may crash instead of raising."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardplan.ir import Program
 from shardplan.tdl.xla_quirks import may_die
 
 BEGUN = "compiling"
-"""What the child says once it has all that it needs to compile."""
+"""The child's output once it is ready to compile."""
 _CHILD = "from shardplan.verify.child import main; main()"
 
 
@@ -31,8 +31,8 @@ def compile_in_child_first(
 ) -> None:
     """Compiles a step for simulated CPU devices in a child process, if the compiler may die of its ``program``.
 
-    On other devices nothing is done: a child cannot have them too. ``lower`` lowers the step; ``sizes`` are those of the axes of
-    a plan's mesh. What the compiler raises in the child, it raises again in this process.
+    On other devices it does nothing: a child cannot have them too. ``lower`` lowers the step; ``sizes`` are those of the axes
+    of a plan's mesh. The child's compile errors are ignored: the compiler raises them again in this process.
 
     Raises:
         CompilerDiedError: if a signal ends the child, or it takes longer than `LIMIT_S`.
@@ -57,7 +57,7 @@ def _last_line(text: str) -> str:
 
 
 def _sizes(program: Program) -> Iterator[tuple[str, list[int]]]:
-    """Every op of a program and of its bodies, with the numbers of elements of its operands."""
+    """Every op of a program and of its bodies, with the element counts of its operands."""
     for op in program.ops:
         yield op.primitive, [program.tensors[t].size for t in op.tensors]
         for body in op.bodies:
@@ -65,7 +65,7 @@ def _sizes(program: Program) -> Iterator[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """The child: compiles the text on standard input for as many devices as the argument says."""
+    """The child: compiles the text on standard input for the number of devices in its argument."""
     count = int(sys.argv[1])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

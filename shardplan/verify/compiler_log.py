@@ -1,4 +1,4 @@
-"""What XLA's compiler says on stderr, from native code: the arrays that its partitioner replicates as a last resort."""
+"""The warnings of XLA's compiler on stderr, from native code, on arrays that its partitioner replicates as a last resort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 class LastResort:
     """An array that XLA replicates to partition it in another way ("involuntary full rematerialization").
 
-    ``dtype`` and ``dims`` are those of a device's part before, ``op_name`` and ``frame`` JAX's name and stack frame of its op.
+    ``dtype`` and ``dims`` are those of a device's part before it; ``op_name`` and ``frame`` are the name and stack frame of its
+    op.
     """
 
     dtype: str
@@ -37,8 +38,8 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 @contextlib.contextmanager
 def caught() -> Iterator[list[LastResort]]:
-    """While this lasts, what native code writes on stderr is kept. Afterwards its warnings of a last resort are in the list, each
-    once, and all else is written there.
+    """Catches what native code writes to stderr while this lasts. Then the list has its warnings of a last resort, each once,
+    and all other text goes to stderr.
     """
     log: list[LastResort] = []
     try:

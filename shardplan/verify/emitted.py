@@ -1,4 +1,4 @@
-"""The collectives of a step as it is handed to XLA, counted in its jaxpr by the named scopes that they stand in."""
+"""The collectives of a step as it is handed to XLA, counted in its jaxpr by named scope."""
 
 # pyright: basic
 from __future__ import annotations

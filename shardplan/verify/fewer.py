@@ -1,4 +1,4 @@
-"""What a shrunken copy of a step has less of: samples of its batch, and layers where its loops run over stacked state.
+"""The sizes of a shrunken copy of a step: fewer samples in its batch, and fewer layers where its loops run over stacked state.
 
 The copy has the ops of the step, so the plan's layouts and cuts apply to it. Every cut of the plan divides its sizes. At least
 two samples and two layers are left, because dims of size one broadcast, and the step might trace to other ops.
@@ -21,15 +21,15 @@ from shardplan.search.baselines.samples import data_inputs
 from shardplan.tdl.index import Affine
 
 Ways = Sequence[tuple[int, tuple[int, ...]]]
-"""Tensors of a graph, each with the parts into which a plan cuts each of its dims; a tensor that is cut in several ways occurs
-several times.
+"""Tensors of a graph, each with the number of parts into which a plan cuts each dim; a tensor that is cut in several ways
+occurs several times.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Fewer:
-    """The first ``kept`` of the ``whole`` samples, or layers, of a step. ``dims`` has the dim that counts them for each input, by
-    number, that has one.
+    """The first ``kept`` of the ``whole`` samples, or layers, of a step. ``dims`` maps the number of each input that has them
+    to the dim that counts them.
     """
 
     what: Literal["batch", "layers"]
@@ -57,10 +57,10 @@ def first_of(x: Any, shape: Sequence[int]) -> Any:
 
 
 def fewer_samples(graph: Graph, ways: Ways) -> list[Fewer]:
-    """Smaller batches, smallest first, for the data (`data_inputs`) whose batch dim has the extent that most of it has.
+    """Smaller batches, smallest first, for the data (`data_inputs`) whose batch dim has the most frequent extent.
 
-    Every cut of a batch dim divides them. They divide the batch, because the step itself may divide it by some number; if no such
-    size exists, there is only the smallest that the cuts divide.
+    Every cut of a batch dim divides them. They divide the batch, because the step itself may divide it by some number; if no
+    such size exists, the only one is the smallest that the cuts divide.
     """
     data = data_inputs(graph)
     examples = follow(graph, data)
@@ -76,7 +76,7 @@ def fewer_samples(graph: Graph, ways: Ways) -> list[Fewer]:
 
 
 def fewer_layers(graph: Graph, ways: Ways) -> tuple[Fewer, ...]:
-    """The fewest layers that every cut divides, for state over whose dim 0 a loop runs: an item for each number of layers."""
+    """The fewest layers that every cut divides, one item for each number of layers of state whose dim 0 a loop runs over."""
     stacks = _stacks(graph, follow(graph, data_inputs(graph)))
     state = sorted({i for i in graph.feedback if i is not None and graph.inputs[i] in stacks})
     lengths: dict[int, dict[int, int]] = defaultdict(dict)
@@ -91,7 +91,7 @@ def fewer_layers(graph: Graph, ways: Ways) -> tuple[Fewer, ...]:
 
 
 def _batch_ways(graph: Graph, examples: Examples, ways: Ways) -> Iterator[tuple[int, int]]:
-    """(the extent of a batch dim, into how many parts it is cut) of each tensor that has one."""
+    """(extent, parts) of the batch dim of each tensor that has one."""
     for t, parts in ways:
         dim = examples.batch[t]
         if dim is not None:
@@ -99,9 +99,9 @@ def _batch_ways(graph: Graph, examples: Examples, ways: Ways) -> Iterator[tuple[
 
 
 def _sizes(whole: int, cut: Iterable[tuple[int, int]], *, divisors: bool = True) -> list[int]:
-    """The sizes from two on, below ``whole``, that every cut (extent, parts) divides which divides now.
+    """The sizes from 2 on, below ``whole``, at which every cut (extent, parts) that is even now stays even.
 
-    An extent grows with the size: [batch * sequence] too is cut evenly.
+    Extents scale with the size, so that [batch * sequence] is cut evenly too.
     """
     even = {(n, k) for n, k in cut if n % k == 0 and (n % whole == 0 or whole % n == 0)}
     able = [size for size in range(2, whole) if all(n * size % (whole * k) == 0 for n, k in even)]
@@ -109,8 +109,8 @@ def _sizes(whole: int, cut: Iterable[tuple[int, int]], *, divisors: bool = True)
 
 
 def _stacks(graph: Graph, examples: Examples) -> frozenset[int]:
-    """The tensors whose dim 0 counts the layers of a loop: those that it slices or stacks, and all with the same dim 0. A loop
-    over data (timesteps, microbatches) has no layers.
+    """The tensors whose dim 0 counts the layers of a loop: those that it slices or stacks, and all that share this dim 0. A
+    loop over data (timesteps, microbatches) has no layers.
     """
     ends = {k.source for k in graph.links if k.lift == 1} | {k.target for k in graph.links if k.lift == -1}
     found = {t for t in ends if 0 not in examples.data[t]}
@@ -152,5 +152,5 @@ def _through(graph: Graph, node: Node) -> Iterator[tuple[int, int]]:
 
 
 def parts_of(dims: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Into how many parts the factors of a layout, given for each dim, cut it."""
+    """The number of parts into which each dim is cut; ``dims`` are the factors that cut each."""
     return tuple(math.prod(sizes[f] for f in dim) for dim in dims)

@@ -1,4 +1,4 @@
-"""What XLA makes of a step with given shardings of its arguments."""
+"""The program that XLA makes of a step with given shardings of its arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled step: what it sends, as a whole and one by one, its peak bytes on a device, and the arrays that XLA replicates
-    as a last resort, each with its source line.
+    """A compiled step: its collectives, in total (``sent``) and one by one (``each``), its peak bytes on a device, and the
+    arrays that XLA replicates as a last resort, each with its source line.
     """
 
     sent: Measured

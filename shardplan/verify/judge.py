@@ -65,13 +65,13 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFault:
-    """What the step compiled for one device gets wrong, compared with the same step evaluated op by op.
+    """The fault of the step compiled for one device, found by the same step evaluated op by op.
 
     ``path`` is the leaf that is furthest beyond its ``tolerance``, ``unequal`` are all that are beyond it. ``primitive`` and
-    ``source`` are the first op whose compiled value differs and the user's line; if both are empty, none was found, because the
-    compiler merges other ops in a smaller program, and ``ops`` lists those on which the leaf depends. ``sharded`` says whether
-    the sharded step is right, has the same fault, or differs from both. Loops that are too long to run op by op ran as one
-    program: ``whole`` lists them.
+    ``source`` are the first op whose compiled value differs and the user's line. If both are empty, no op was found, because
+    the compiler merges other ops in a smaller program; ``ops`` then lists those on which the leaf depends. ``sharded`` says
+    whether the sharded step is right, has the same fault, or differs from both. Loops that are too long to run op by op ran as
+    one program: ``whole`` lists them.
     """
 
     path: str
@@ -128,7 +128,7 @@ class Judged:
 
     @property
     def ran(self) -> str:
-        """What ran, and what that does not show."""
+        """The step that ran, and what its run does not show."""
         return f"{ran(self.fewer)}, {NOT_SHOWN}" if self.fewer else ran(self.fewer)
 
 
@@ -150,7 +150,7 @@ def difference(a: NDArray[Any], b: NDArray[Any], left_out: NDArray[np.bool_] | N
 
 
 def furthest(a: NDArray[Any], b: NDArray[Any], error: float) -> tuple[int, ...]:
-    """The first place at which two leaves differ by ``error``, as `difference` has it."""
+    """The first place at which two leaves differ by ``error``, as in `difference`."""
     return tuple(int(i) for i in np.argwhere(_gaps(a, b) == error)[0])
 
 
@@ -184,7 +184,7 @@ def judge(
     found: Sequence[Sequence[NDArray[Any]]],
     changes: Sequence[Sequence[Sensitivity]],
 ) -> Judged:
-    """Compares the leaves after each step, given what perturbations change in each."""
+    """Compares the leaves after each step, given the changes that perturbations cause in each."""
     unequal: list[str] = []
     largest, compared, numbers = Largest("", 0, 0.0, 0.0), 0, 0
     worst, ratio = Worst("", 0, 0.0, 0.0), -1.0

@@ -124,7 +124,7 @@ class DroppingEmitter(SpecsEmitter):
         return super().collected(single_term(self.constrain(x, terms_layout)), after.partial, whole, after)
 
     def reduced(self, x: Any, extreme: Any, reducer: Reducer, axes: tuple[str, ...], dim: int | None) -> Any:
-        """The reduction of a call's terms; if left out, each device's own term, or its block of that."""
+        """The reduction of a call's terms; if left out, each device's own term, or its own block of it."""
         if not self._drops(f"the {reducer} over {axes} of a call's terms"):
             return super().reduced(x, extreme, reducer, axes, dim)
         if dim is None:
@@ -155,17 +155,17 @@ class DroppingExplicitEmitter(ExplicitEmitter):
         return super().__call__(*flat)
 
     def transfers_on(self, network: Network) -> Transfers:
-        """What moves values, but for one exchange."""
+        """The transfers, without one exchange."""
         return _DroppingTransfers(self, network)
 
     def drops(self, what: str) -> bool:
-        """Notes an exchange; whether it is the one that is left out."""
+        """Notes an exchange, and returns whether it is left out."""
         self.exchanges.append(what)
         return len(self.exchanges) - 1 == self.dropped
 
 
 class _DroppingTransfers(Transfers):
-    """Transfers in which a device that is not told anything takes what it holds for what it should get."""
+    """Transfers without one exchange: there, a device takes its own values for those that it should receive."""
 
     def __init__(self, emitter: DroppingExplicitEmitter, network: Network) -> None:
         super().__init__(network, emitter.planned.names, emitter.planned.sizes)
@@ -194,5 +194,5 @@ class _DroppingTransfers(Transfers):
         return jnp.concatenate(jnp.split(x, self.ways(over), split), joined)
 
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
-        """A permute; if left out, what the device has."""
+        """A permute; if left out, the device's own value."""
         return x if self.emitter.drops(f"a permute over {axes}") else super().permute(x, axes, pairs)

@@ -1,4 +1,4 @@
-"""Arguments of a step on the host: drawn where they are only shapes, kept where donation deletes them, and nudged."""
+"""Arguments of a step on the host: drawn where they are only shapes, copied so that donation cannot delete them, and nudged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Key:
 
 
 def drawn(leaves: Sequence[Any], *, seed: int = 0) -> list[Any]:
-    """Values for the leaves that are only shapes: floats normal and random keys, both from the seed; integers zero."""
+    """The leaves, with values for those that are only shapes: normal floats and random keys from the seed, zero integers."""
     rng = np.random.default_rng(seed)
     return [_draw(x, rng, seed + i) if isinstance(x, jax.ShapeDtypeStruct) else x for i, x in enumerate(leaves)]
 
@@ -56,16 +56,16 @@ def on_host(x: Any) -> Any:
 
 
 def as_array(x: Any) -> Any:
-    """What a step takes for a value on the host: a random key is wrapped again."""
+    """The step's argument for a value on the host: a random key is wrapped again."""
     return jax.random.wrap_key_data(jnp.asarray(x.data), impl=x.impl) if isinstance(x, Key) else x
 
 
 def as_numbers(x: Any) -> np.ndarray:
-    """A result as numbers to compare; the words of a random key."""
+    """A result as numbers to compare; a random key as its words."""
     return np.array(jax.random.key_data(x)) if _is_key(x) else np.array(x)
 
 
 def nudged(host: Sequence[Any], seed: int) -> list[Any]:
-    """The values with each float moved up or down by one unit in the last place, by the seed."""
+    """The values with each float moved up or down by one unit in the last place, as drawn from the seed."""
     rng = np.random.default_rng(seed)
     return [neighbours(x, rng) if isinstance(x, np.ndarray) else x for x in host]

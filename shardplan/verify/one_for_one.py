@@ -1,7 +1,7 @@
-"""Each planned collective beside its instruction in a compiled program: they are told by the named scope that both stand in.
+"""Matches each planned collective to its instruction in a compiled program, by the named scope of both.
 
-XLA leaves out a collective whose result it finds to be that of another one, or not to be needed: by rules of arithmetic that no
-schedule repeats. Such a one was handed to XLA exactly as planned, and is *folded* in the compiled program.
+XLA leaves out a collective if another one has the same result, or if nothing needs it, by rules of arithmetic that no schedule
+repeats. Such a collective was handed to XLA exactly as planned, and is *folded* in the compiled program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCOPE = re.compile(r"(?:^|/)((?:(?:move|bundle)\d+\.\d+)|(?:reblock\d+\.\d+)|(?
 
 @dataclass(frozen=True, slots=True)
 class MatchedCollective:
-    """A collective of the plan, of the compiled program, or both: bytes are a device's operand's, each ``times`` a step."""
+    """A collective of the plan, of the compiled program, or both: ``nbytes`` of a device's operand, run ``times`` a step."""
 
     scope: str
     kind: Collective
@@ -43,17 +43,17 @@ class MatchedCollective:
 
     @property
     def matched(self) -> bool:
-        """Whether the plan and the program agree, but for what XLA folded."""
+        """Whether the plan and the program agree, except for what XLA folded."""
         return self.planned == self.compiled + self.folded
 
     @property
     def wire_bytes(self) -> float:
-        """What a device sends in a step as compiled, ring convention."""
+        """The bytes that a device sends in a step as compiled, ring convention."""
         return self._each_bytes * self.times * self.compiled
 
     @property
     def planned_bytes(self) -> float:
-        """What a device sends in a step as planned, but for what XLA folded, ring convention."""
+        """The bytes that a device sends in a step as planned, without what XLA folded, ring convention."""
         return self._each_bytes * self.times * (self.planned - self.folded)
 
     @property
@@ -77,10 +77,10 @@ class MatchedCollective:
 
 
 def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[MatchedCollective, ...]:
-    """Every collective of the plan and of the program in the order of the plan, then what the program has beside it.
+    """The collectives of plan and program in the order of the plan, then those that only the program has.
 
-    A loop that is compiled unrolled has each collective several times, run as often in all. A loop of unknown trip count may have
-    a known one once compiled: its collectives are counted as often as the program runs them.
+    A loop that is compiled unrolled has each collective several times, with as many runs in total. A loop of unknown trip count
+    may have a known one once compiled: its collectives are counted as often as the program runs them.
     """
     lines = {s.scope: s.line for s in planned}
     open_ended = {s.scope for s in planned if not s.known}
@@ -95,7 +95,7 @@ def one_for_one(planned: Sequence[Send], hlo_text: str) -> tuple[MatchedCollecti
 
 
 def _by_call(found: Sequence[tuple[Call, float]]) -> dict[Call, Counter[float]]:
-    """For each call how often it stands in places that run so many times."""
+    """For each call, the number of its places by how often they run."""
     result: dict[Call, Counter[float]] = {}
     for call, times in found:
         result.setdefault(call, Counter())[times] += 1
@@ -117,7 +117,7 @@ def _planned(send: Send) -> tuple[Call, float]:
 
 
 def folded(pairs: Sequence[MatchedCollective], emitted: Mapping[Call, int]) -> tuple[MatchedCollective, ...]:
-    """The pairs, with what XLA folded of those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
+    """The pairs, with the count that XLA folded for those that were ``emitted`` as planned (see `shardplan.verify.emitted`)."""
     return tuple(
         replace(p, folded=max(p.planned - p.compiled, 0))
         if emitted.get((p.scope, p.kind, p.groups, p.nbytes), 0) == p.planned
@@ -131,7 +131,7 @@ def _ways(groups: Sequence[Sequence[int]], kind: Collective) -> int:
 
 
 def _compiled(collective: HloCollective, text_bytes: int, ours: Mapping[Call, Any]) -> tuple[Call, float]:
-    """A compiled collective; one of the width that was planned was not widened, though it may look so."""
+    """A compiled collective. If its width in the text is as planned, it was not widened, though it may look so."""
     scopes = _SCOPE.findall(collective.op_name)
     ways = 0 if collective.kind == Collective.PERMUTE else collective.group_size
     scope = scopes[-1] if scopes else ""

@@ -1,8 +1,8 @@
 """A step evaluated op by op: each op is a program of its own, so the compiler has nothing to merge it with.
 
 Calls (``jit``, ``custom_jvp_call`` and others) are laid open, and loops, branches and ``remat`` run their bodies op by op too.
-Ops on which no result depends are left out, and with them those that only act, such as a `jax.debug.print`: they acted when the
-compiled step ran.
+Ops on which no result depends are left out, even those with effects, such as a `jax.debug.print`: they acted when the compiled
+step ran.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)  # jax.jit refers weakly to what it compiles
 class Lines:
-    """A jaxpr with its calls laid open; an output is the number of a value, or a literal. ``last_reads`` are for each line the
-    values that no later line and no output needs.
+    """A jaxpr with its calls laid open; an output is the number of a value, or a literal. ``last_reads`` has, for each line,
+    the values that no later line and no output needs.
     """
 
     inputs: tuple[int, ...]
@@ -72,7 +72,7 @@ class Lines:
         object.__setattr__(self, "last_reads", tuple(reversed(found)))
 
     def for_outputs(self, numbers: Sequence[int]) -> Lines:
-        """The part on which these of the outputs depend."""
+        """The part on which these outputs depend."""
         return replace(self, outputs=tuple(self.outputs[n] for n in numbers)).living()
 
     def living(self) -> Lines:
@@ -118,7 +118,7 @@ class _LayingOpen:
         return self.count - 1
 
     def body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], callers: tuple[Any, ...]) -> list[Any]:
-        """Adds the lines of a jaxpr on these operands; its outputs."""
+        """Adds the lines of a jaxpr on these operands, and returns its outputs."""
         values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         for var, x in zip(jaxpr.constvars, consts, strict=True):
             values[var] = self.number()
@@ -161,8 +161,8 @@ def applied(line: Line, inputs: Sequence[Any]) -> list[Any]:
 
 
 class OpByOp:
-    """Evaluates lines op by op. ``whole`` lists the loops that ran as one program. ``watch`` is told of each body that runs, with
-    its operands and results.
+    """Evaluates lines op by op. ``whole`` lists the loops that ran as one program. ``watch`` is called with each body that
+    runs, its operands and its results.
     """
 
     def __init__(self, watch: Callable[[Lines, Sequence[Any], Sequence[Any]], None] | None = None) -> None:
@@ -199,7 +199,7 @@ class OpByOp:
         return results
 
     def _lines(self, jaxpr: Any) -> Lines:
-        """The lines of a body, laid open once; the body is kept, so that its id stays its own."""
+        """The lines of a body, laid open once; the body is kept, so that no other object takes its id."""
         if id(jaxpr) not in self._bodies:
             self._bodies[id(jaxpr)] = jaxpr, laid_open(*_jax.jaxpr_and_consts(jaxpr))
         return self._bodies[id(jaxpr)][1]
@@ -245,7 +245,7 @@ def _where(on: Any, x: Any, old: Any) -> Any:
 
 
 def _own_program(line: Line, inputs: Sequence[Any]) -> list[Any]:
-    """The results of a line by a program of its own: JAX keeps one for each primitive, but none for some."""
+    """The results of a line by a program of its own: JAX has one for most primitives."""
     return applied(line, inputs) if _jax.runs_by_itself(line.eqn) else jax.jit(lambda *xs: applied(line, xs))(*inputs)
 
 
@@ -260,12 +260,12 @@ def _stacked(rows: Sequence[Any], aval: Any) -> Any:
 
 
 def _no_keys(aval: Any) -> Any:
-    """An array of random keys without any."""
+    """An empty array of random keys."""
     return jax.random.split(jax.random.key(0, impl=_jax.key_impl(aval.dtype)), aval.shape)
 
 
 def unmerged_bytes(lines: Lines) -> int:
-    """The most bytes that values take, in the order of the program, where no ops are merged."""
+    """The most bytes that values take in program order if no ops are merged."""
     return max(_held(lines), default=0)
 
 

@@ -5,8 +5,8 @@ float32, products in bfloat16), such a move seldom reaches the narrow copy, yet 
 narrow type. There the copy is moved by one unit of its own type as well. The argument does not take this larger move: the
 value that the optimizer updates stays precise.
 
-Sums of narrow floats are added up in float32. Devices add up fewer numbers each, so they round less often than one device does,
-and the change that this makes is what rounding in another order may make.
+Sums of narrow floats are added up in float32. Each of several devices adds up fewer numbers than one device does, so it rounds
+less often; the float32 sums cause a change of the same kind.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Reader:
     """Evaluates a jaxpr and applies ``change`` to each narrow copy of an argument, inside calls, scans and remat too. Sums of
     narrow floats are added up in float32.
 
-    What stands inside a ``while`` or a ``cond`` stays as it is.
+    The bodies of ``while`` and ``cond`` stay as they are.
     """
 
     def __init__(self, change: Callable[[Any], Any]) -> None:

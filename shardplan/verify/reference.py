@@ -1,7 +1,7 @@
-"""The reference of a proof, checked: the step compiled for one device beside the same step evaluated op by op.
+"""Checks the reference of a proof: compares the step compiled for one device with the same step evaluated op by op.
 
-A compiler may be wrong about ops that it merges, also on one device. Where both differ by more than rounding, the compiled step
-is at fault, and the sharded step is judged by the evaluation op by op. The op at fault is found by bisection: programs of the
+A compiler may be wrong about ops that it merges, even on one device. If both differ by more than rounding, the compiled step is
+at fault, and the sharded step is judged by the evaluation op by op. The op at fault is found by bisection: programs of the
 first ops of the step, each with the results that later ops read, are compiled and judged like the step.
 """
 
@@ -31,11 +31,11 @@ def by_reference(
     judged: Judged,
     tell: Callable[[str, float], None] = lambda _what, _part: None,
 ) -> tuple[Judged, Results]:
-    """The judgement of a plan's ``results``, after a check of the results of the step compiled for ``one`` device by which they
-    were ``judged``, and the results by which they are judged then.
+    """Checks the step compiled for ``one`` device, by which a plan's ``results`` were ``judged``. Returns the final judgement,
+    and the results that it compares with.
 
-    Both are the same where the reference is right. Else the results are judged by the step op by op, and ``reference`` of the
-    judgement says what the compiled step gets wrong.
+    Both stay the same if the compiled step is right. Else the results are judged by the step op by op, and ``reference`` of the
+    judgement describes the fault of the compiled step.
     """
     starts, single = noise.starts, noise.single
     tell("the step op by op", 0.85)
@@ -77,7 +77,7 @@ def _text(line: Line) -> str:
 class Bisection:
     """Searches for the first op of a program whose compiled value differs from its value op by op.
 
-    A program of fewer ops is compiled anew, and the compiler may merge other ops in it. So nothing may be found.
+    A program of fewer ops is compiled anew, and the compiler may merge other ops in it, so the search may find nothing.
     """
 
     def __init__(self, one: Single, narrow: bool) -> None:
@@ -104,7 +104,7 @@ class Bisection:
         return self.inside(part, line, host) or line
 
     def judged(self, lines: Lines, host: Sequence[Any], exact: Sequence[Any] | None = None) -> Judged:
-        """The outputs of lines as compiled, judged by those ``exact`` ones that they have op by op."""
+        """The compiled outputs of lines, judged by their ``exact`` outputs op by op."""
         if id(lines) not in self._compiled:
             loop = StateFeedback(jax.tree.structure((0,) * len(host)), (), [False] * len(host), [False] * len(host), 1)
             compiled = Single(jax.jit(lines), self._one.device, loop)
@@ -123,7 +123,7 @@ class Bisection:
             return OpByOp()(lines, [self._one.put(x) for x in host])
 
     def inside(self, lines: Lines, line: Line, host: Sequence[Any]) -> Line | None:
-        """The line in a body of a line that departs, if the body alone, compiled for the operands that it has here, is wrong."""
+        """The line that departs in a body of ``line``, if that body, compiled alone for its operands here, is wrong."""
         before = replace(lines, lines=lines.lines[: lines.lines.index(line)], outputs=line.inputs)
         found: list[Line] = []
 

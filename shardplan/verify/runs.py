@@ -23,15 +23,15 @@ from shardplan.verify.op_by_op import Lines, laid_open
 from shardplan.verify.perturb import narrowed, narrows
 
 PERTURBATIONS = 5
-"""So many perturbations are drawn first, and as many again while a leaf is unequal (`Noise`)."""
+"""The number of perturbations drawn first, and again as long as a leaf is unequal (`Noise`)."""
 MOST_PERTURBATIONS = 30
-"""The most that are drawn. The largest change of five underestimates what a unit in the last place causes where it is chaotic: an
-update by Adam of a gradient near zero, whose sign decides. In bfloat16 on eight devices, a bias of the tests' GPT needed fifteen:
-until then it was 3,000 times its tolerance off."""
+"""The most that are drawn. Five underestimate the change by a unit in the last place where it is chaotic, as in Adam's update
+for a gradient near zero, whose sign decides. In bfloat16 on eight devices, a bias of the tests' GPT needed fifteen: with fewer
+it was off by 3,000 times its tolerance."""
 
 
 class Runnable(Protocol):
-    """The parts of a plan that running it beside one device needs (`shardplan.Plan`)."""
+    """The parts of a plan that a run beside one device needs (`shardplan.Plan`)."""
 
     traced: Traced
     step: Callable[..., Any]
@@ -67,8 +67,8 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateFeedback:
-    """How a step's results become its next arguments. ``weak`` marks the argument leaves typed weakly, as Python numbers are,
-    ``weak_later`` those of every step but the first.
+    """How a step's results become its next arguments. ``weak`` marks the argument leaves that are weakly typed, as Python
+    numbers are, in the first step, ``weak_later`` those in later steps.
     """
 
     tree: Any
@@ -78,13 +78,13 @@ class StateFeedback:
     steps: int
 
     def put(self, leaf: int, x: Any, where: Any, *, later: bool = False) -> Any:
-        """A leaf on a device or in a sharding, as weakly typed as the step has it."""
+        """A leaf on a device or in a sharding, weakly typed where it is so in the step."""
         placed = jax.device_put(as_array(x), where)
         return _jax.weakly_typed(placed) if (self.weak_later if later else self.weak)[leaf] else placed
 
 
 def loop_of(traced: Traced, tree: Any, steps: int) -> StateFeedback:
-    """The loop of a traced step."""
+    """The state feedback of a traced step."""
     weak = [shape.weak_type for shape in traced.in_shapes]
     later = weak.copy()
     for shape, i in zip(traced.out_shapes, traced.program.feedback, strict=True):
@@ -116,7 +116,7 @@ class Single:
         return after
 
     def once(self, host: Sequence[Any], seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
-        """The results of one step, on one device; ``later``: of one that is not the first."""
+        """The results of one step on one device: the first, or, with ``later``, a later one."""
         flat = [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
         return [as_numbers(x) for x in jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))]
 
@@ -224,8 +224,8 @@ def alone(plan: Runnable, step: Callable[..., Any], devices: Sequence[Any] | Non
 
 
 class Noise:
-    """The changes that perturbations of ``starts`` cause in the ``single`` results after each step. They are drawn as they are
-    needed: more before a leaf is said to be unequal.
+    """The changes that perturbations of ``starts`` cause in the ``single`` results after each step. They are drawn on demand:
+    more before a leaf counts as unequal.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What runs in place of kernels that the devices of a verification lack, on simulated CPU devices.
+"""Stand-ins on simulated CPU devices for kernels that the devices of a verification lack.
 
 cuDNN's kernels are computed by their formulas. Pallas kernels for GPUs run in Pallas's interpreter.
 """
@@ -18,7 +18,7 @@ from shardplan.tdl.proof import cudnn_reference, interpreted
 
 @contextmanager
 def stand_ins(program: Program, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, ...]]:
-    """While this lasts, CPUs run the kernels of a program that they lack by something else; yields the kernels' names.
+    """While this lasts, CPUs run stand-ins for the kernels of a program that they lack; yields the kernels' names.
 
     On other devices, and for programs without such kernels, nothing changes and the names are empty.
     """
@@ -37,7 +37,7 @@ def stand_ins(program: Program, devices: Sequence[Any] | None = None) -> Iterato
 
 
 def _is_compiled_kernel(op: Op) -> bool:
-    """Whether this is a Pallas kernel that does not ask for an interpreter, and that one could run."""
+    """Whether this is a Pallas kernel that is to be compiled, but that an interpreter could run."""
     return _jax.KERNEL_GRID in op.params and not op.params["interpret"]
 
 

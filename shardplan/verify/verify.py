@@ -1,9 +1,9 @@
 """The proof of a plan: compares the sharded step with the single-device step, and the prediction with the compiled program.
 
-The sharded step runs a few times with its state fed back, and each time the single-device step from the same state: if each step
-is right, so are all. (Two runs from one start drift apart where a unit in the last place decides what a max pool takes.)
-`shardplan.verify.judge` says what equal means, given seeded perturbations of the state and the other arguments by one unit in the
-last place (of the type that the step reads them in, see `shardplan.verify.perturb`).
+The sharded step runs a few times with its state fed back, and each time the single-device step runs from the same state: if
+each step is right, so are all. (Two runs from one start drift apart where a unit in the last place decides what a max pool
+takes.) `shardplan.verify.judge` says what equal means, given seeded perturbations of the state and the other arguments by one
+unit in the last place (of the type that the step reads them in, see `shardplan.verify.perturb`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class VerifiablePlan(Runnable, Protocol):
 
     @property
     def program_sends(self) -> Sequence[Sequence[Send]]:
-        """What each collective sends that is planned, for each program that runs."""
+        """The sends of the planned collectives, for each program that runs."""
         ...
 
     @property
@@ -72,17 +72,17 @@ class Bytes:
 class Verified:
     """The result of a verification.
 
-    ``compared`` counts the numbers of the single-device step that are neither infinite nor NaN. If there are ``numbers`` but none
-    of them is compared, nothing is proven and ``equal`` is false. ``largest`` is the leaf with the largest error, ``worst`` the
-    one nearest to its tolerance. ``recompiles`` counts compilations after the first step, ``single_recompiles`` those of the step
-    under plain `jax.jit`, which the plan does not cause. ``retyped`` lists the arguments that make both compile again, because
-    they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the state that comes back in
-    another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only shapes: they were all
-    zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these devices cannot run: their
-    formulas were computed, or Pallas's interpreter ran them. If the step compiled for one device is wrong, ``reference`` says
-    where, and ``equal`` and the errors are those beside the step op by op: a right plan is then ``equal``, but not ``passed``.
-    Bytes are per device and step, of a plan with groups of devices the sums of one device of each group; ``measured_bytes``
-    undoes what only the CPU compiler does (see `shardplan.hlo.meter.measure`).
+    ``compared`` counts the numbers of the single-device step that are neither infinite nor NaN. If there are ``numbers`` but
+    none of them is compared, nothing is proven and ``equal`` is false. ``largest`` is the leaf with the largest error,
+    ``worst`` the one nearest to its tolerance. ``recompiles`` counts compilations after the first step, ``single_recompiles``
+    those of the step under plain `jax.jit`, which the plan does not cause. ``retyped`` lists the arguments that make both
+    compile again, because they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the
+    state that comes back in another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only
+    shapes: they were all zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these
+    devices cannot run: their formulas were computed, or Pallas's interpreter ran them. If the step compiled for one device is
+    wrong, ``reference`` says where, and ``equal`` and the errors refer to the step op by op: a right plan is then ``equal``,
+    but not ``passed``. Bytes are per device and step; for a plan with groups of devices they are sums over one device of each
+    group. ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.hlo.meter.measure`).
     """
 
     backend: str
@@ -110,7 +110,7 @@ class Verified:
 
     @property
     def max_error(self) -> float:
-        """The largest error of any leaf as a part of that leaf's maximum."""
+        """The largest error of any leaf, relative to that leaf's maximum."""
         return self.largest.error
 
     @property
@@ -125,7 +125,7 @@ class Verified:
 
     @property
     def folded(self) -> tuple[MatchedCollective, ...]:
-        """The collectives that were handed to XLA as planned, and of which it left some out as equal to others or not needed."""
+        """The collectives that were handed to XLA as planned, some of which it left out as equal to others or not needed."""
         return tuple(pair for pair in self.pairs if pair.folded)
 
     @property
@@ -171,7 +171,7 @@ def verify(
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
         CompilerDiedError: if XLA's compiler crashes where that is known or possible (`shardplan.verify.child`).
-        ShardplanError: for a step count under one, and another word for ``reference``.
+        ShardplanError: for a step count under one, or another word for ``reference``.
     """
     if reference not in ("always", "unequal"):
         raise ShardplanError(f"unsupported reference={reference!r}: use 'always' or 'unequal'")
@@ -235,7 +235,7 @@ def _verify(
 
 
 def _bytes(plan: VerifiablePlan, sharded: Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:
-    """The fields of `Verified` about what is sent; under the explicit backend each collective beside its instruction."""
+    """The fields of `Verified` on bytes; under the explicit backend, each collective is matched to its instruction."""
     programs = _programs(sharded.jitted, sharded.arguments(host))
     measured = joined([measure(p.text) for p in programs], plan.program_runs)
     peak = max(p.peak_bytes for p in programs)
@@ -304,7 +304,7 @@ def _retyped(traced: Traced) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A program of a step: traced, the text of what it is compiled to, and the most bytes that it holds on a device."""
+    """A program of a step: its trace, its compiled text, and the most bytes that it holds on a device."""
 
     traced: Any
     text: str

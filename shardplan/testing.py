@@ -8,8 +8,8 @@
         assert_communication_at_most(plan, "2GiB")
         assert_no_collective(plan, "*attention*")
 
-A failing one names the arrays that are to blame. `assert_plan_unchanged` compares a plan with a saved one; as a pytest fixture
-(`shardplan.shell.pytest_plugin`) it finds the file by the test's name, and ``--update-plans`` writes it anew.
+A failing assertion names the arrays that cause it. `assert_plan_unchanged` compares a plan with a saved one; as a pytest
+fixture (`shardplan.shell.pytest_plugin`) it finds the file by the test's name, and ``--update-plans`` rewrites it.
 """
 
 from __future__ import annotations

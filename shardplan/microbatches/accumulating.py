@@ -1,4 +1,4 @@
-"""A step that runs its microbatches one after the other, and adds up what they make."""
+"""A step that runs its microbatches one after the other, and adds up their results."""
 
 # pyright: basic
 from __future__ import annotations
@@ -33,8 +33,7 @@ from shardplan.schedule import Barrier, Block, Compute, Cond, Instruction, Move,
 
 
 def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
-    """The program of a step that runs in microbatches, one after the other: a scan over them. It takes and gives what the step
-    does.
+    """The program of a step as a scan over microbatches, with the arguments and results of the step.
 
     Raises:
         MicrobatchError: if the step cannot be cut so, with the source line that stands in the way.
@@ -72,10 +71,10 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
 def _cut(
     program: Program, planned: PlannedProgram, parts: Microbatches, replicate: Sequence[str]
 ) -> tuple[_Accumulating, Sequence[Op], Sequence[int]]:
-    """(what runs in microbatches, the ops that run before, the tensors that those hand on)."""
+    """(the step in microbatches, the ops that run before it, the tensors that these ops hand to it)."""
     try:
         return _accumulating(planned, parts.count), (), ()
-    except MicrobatchError:  # perhaps for a sum that the data alone decide
+    except MicrobatchError:  # perhaps because of a sum that depends on the data alone
         early = early_sums(program, planned)
         if not early:
             raise
@@ -209,8 +208,8 @@ class _Part(ExplicitEmitter):
 
 
 class _Outer(_Part):
-    """Runs instructions once a step. An op that equals another one, on the same values, shares its results, and barriers fall
-    away: otherwise the loop would read two casts of a weight, one in the forward pass and one where that is computed again.
+    """Runs instructions once a step. Equal ops on the same values share their results, and barriers are dropped: otherwise the
+    loop would read two casts of a weight, one for the forward pass and one for its recomputation.
     """
 
     def __init__(self, planned: PlannedProgram, index: Any) -> None:

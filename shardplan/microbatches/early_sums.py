@@ -17,8 +17,8 @@ def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
     """The tensors that are terms of a sum in each microbatch, and depend on no weight, on no matrix product, and only on ops
     that may run twice.
 
-    ``planned`` is the cut of the program over microbatches (`time_cut`). Weights are the arguments that the step replaces, as far
-    as they hold floats.
+    ``planned`` is the cut of the program over microbatches (`time_cut`). Weights are the arguments with floats that the step
+    replaces.
     """
     state = {program.inputs[i] for i in program.feedback if i is not None}
     weights = {t for t in state if program.tensors[t].dtype.startswith(("float", "bfloat", "complex"))}
@@ -36,7 +36,7 @@ def early_sums(program: Program, planned: PlannedProgram) -> tuple[int, ...]:
 
 
 def without(program: Program, given: tuple[int, ...]) -> tuple[tuple[Op, ...], Program]:
-    """(the ops that make these tensors, the program that takes them as arguments, behind its own)."""
+    """(the ops that make these tensors, the program that takes them as arguments after its own)."""
     first = _needed(program, given, (), acts=False)
     later = _needed(program, program.returned, given, acts=True)
     rest = replace(
@@ -49,7 +49,7 @@ def without(program: Program, given: tuple[int, ...]) -> tuple[tuple[Op, ...], P
 
 
 def _needed(program: Program, wanted: Collection[int], given: Collection[int], *, acts: bool) -> set[int]:
-    """The ops that make these tensors, where some are given, and with ``acts`` those that have effects."""
+    """The ops that make the ``wanted`` tensors from ``given`` ones and others; with ``acts``, also the ops with effects."""
     needed, found = set(wanted) - set(given), set[int]()
     for op in reversed(program.ops):
         if (acts and op.acts) or not needed.isdisjoint(op.outputs):

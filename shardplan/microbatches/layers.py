@@ -1,9 +1,9 @@
-"""A step whose loop over layers is cut into several loops, one after the other, so that a pipeline can have them in its stages.
+"""A step whose loop over layers is cut into several loops, one after the other, so that a pipeline can run them in its stages.
 
 A value with a dim of layers is held in *parts*. A loop over layers runs part by part, the backward pass from the last to the
-first. A step may have several such loops, one after the other, as an encoder and a decoder. An op that can be cut along the dim
-of layers, as its description says, runs for each part: the optimizer's ops are. A sum over that dim adds up the sums of the
-parts. Any other op gets the whole value. Arguments that no op needs whole become one argument for each part.
+first. A step may have several such loops, one after the other, as an encoder and a decoder. An op whose description allows a
+cut along the dim of layers runs for each part, as the optimizer's ops do. A sum over that dim adds up the sums of the parts.
+Any other op gets the whole value. Arguments that no op needs whole become one argument for each part.
 """
 
 # pyright: basic
@@ -53,7 +53,7 @@ def in_layer_parts(
         raise PlacementError(
             f"a loop over {length} layers does not divide into {count} stages: choose a number of stages that divides it"
         )
-    while split:  # without those that an op needs whole, and then without those that are made with them
+    while split:  # drops arguments that an op needs whole, and then those made with them
         step = _InParts(program, signatures, count, split, frozenset(program.inputs[i] for i in batch))
         made = trace(step, *step.shapes).program
         if not step.loops:
@@ -66,8 +66,8 @@ def in_layer_parts(
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A step in microbatches, to be cut into the stages of a pipeline. ``layers``: how its arguments lie in them, where its loop
-    over layers is cut (None: it has no such loop).
+    """A step in microbatches, to be cut into the stages of a pipeline. ``layers`` says how its arguments lie in them if its
+    loop over layers is cut (else None).
     """
 
     program: Program
@@ -75,7 +75,7 @@ class Staged:
 
 
 def staged_program(program: Program, parts: Microbatches, stages: int, replicate: Sequence[str] = ()) -> Staged:
-    """The step in microbatches that a pipeline of so many stages cuts.
+    """The step in microbatches, for a pipeline of ``stages``.
 
     Raises:
         MicrobatchError: as `microbatched`.
@@ -96,8 +96,8 @@ def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:
 
 
 def _long_loops(program: Program, batch: Sequence[int], count: int) -> list[int]:
-    """The lengths of loops of the forward pass that divide into ``count`` stages, and that one stage cannot have whole: it would
-    hold more elements than its share, by over `CONSTANTS.whole_loop`.
+    """The lengths of loops of the forward pass that divide into ``count`` stages and are too large for one stage: it would hold
+    more elements than its share, by over `CONSTANTS.whole_loop`.
     """
     late: set[int] = set()
     forward = [op for op in program.ops if not _is_late(op, late)]
@@ -123,7 +123,7 @@ def _loop_elements(program: Program, batch: Sequence[int], ops: Iterable[Op]) ->
             first = int(op.params["num_consts"]) + int(op.params["num_carry"])
             own = {from_argument[t] for t in op.inputs[first:] if isinstance(t, int) and t in from_argument}
             elements[int(op.params["length"])] += sum(program.tensors[t].size for t in own)
-        elif op.control is None and len(op.tensors) == 1 and op.tensors[0] in from_argument:  # as a conversion of a weight
+        elif op.control is None and len(op.tensors) == 1 and op.tensors[0] in from_argument:  # such as a conversion of a weight
             from_argument.update(dict.fromkeys(op.outputs, from_argument[op.tensors[0]]))
     return elements
 
@@ -323,7 +323,7 @@ def _follows(strategy: Strategy, operands: Sequence[Any]) -> bool:
 
 
 def _together(xs: Sequence[Any], place: Any, made_from: frozenset[int], loops: frozenset[int]) -> Any:
-    """The value of all parts: in parts, or the sum of their terms."""
+    """The value that all parts make: in parts, or their terms reduced."""
     if isinstance(place, Split):
         return _Parts(tuple(xs), place.dim, made_from, loops)
     total = xs[0]

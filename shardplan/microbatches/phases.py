@@ -3,8 +3,8 @@
 A value is *same* for all microbatches, a *block* of the batch, or a *term* of a sum over all of them. An instruction that reads
 a block or a term runs in each microbatch. A sum over the microbatches is complete after the last; its readers run then, and so
 may read no block. Conversions and other moves of a term's elements run before terms are added up, so that a gradient is added
-up in the dtype in which it is used. Inside a loop, sums are complete only after it. There, an op may read terms in which its
-results are linear.
+up in the dtype in which it is used. Inside a loop, sums are complete only after the loop; there, an op may read terms in which
+its results are linear.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Sorter:
     inside: int = 0
 
     def block(self, block: Block) -> list[tuple[Instruction, When]]:
-        """The instructions of a block with when they run; notes their values."""
+        """The instructions of a block, each with when it runs; notes their values."""
         readers = Counter(v for i in block.instructions for v in reads_of(i))
         moved = {v for i in block.instructions if _only_moves(i) for v in reads_of(i)}
         handed = Counter(s for s in block.results if isinstance(s, int))
@@ -146,7 +146,7 @@ class _Sorter:
                 raise AssertionError(f"{type(i).__name__} stands in no schedule that is not bundled")
 
     def barrier(self, barrier: Barrier) -> list[tuple[Barrier, When]]:
-        """A barrier holds values together that are there at the same time: one for each time."""
+        """A barrier for each time, which holds together the values of that time."""
         pairs = list(zip(barrier.values, barrier.results, strict=True))
         self.values.update((r, self.values[v]) for v, r in pairs)
         found: list[tuple[Barrier, When]] = []
@@ -237,7 +237,7 @@ class _Sorter:
                 return [_joined(own) for own in zip(*branches, strict=True)]
 
     def _carried(self, body: Block, start: Sequence[_Value], stacked: Sequence[_Value]) -> list[_Value]:
-        """The carries of a loop: as they start, or as the body leaves them."""
+        """The known facts about the carries of a loop, at its start and after every iteration."""
         carries = list(start)
         while True:
             self.values.update(zip(body.parameters, (*carries, *stacked), strict=True))
@@ -252,7 +252,7 @@ class _Sorter:
 
 
 def _joined(values: Sequence[_Value]) -> _Value:
-    """The known facts about a value that is one of these."""
+    """The known facts about a value that may be any of these."""
     terms = {v.term for v in values if v.term is not None}
     if terms:
         raise _mixed(next(v.line for v in values if v.term is not None), "its sum over all microbatches is carried by a loop")
@@ -289,7 +289,7 @@ def _only_moves(i: Instruction, *, inside: bool = False) -> bool:
 
 
 def reads_of(instruction: Instruction) -> Iterator[int]:
-    """The values from outside that an instruction reads, those that its bodies read included."""
+    """The values from outside that an instruction and its bodies read."""
     match instruction:
         case Compute():
             sources: Sequence[Source] = instruction.inputs

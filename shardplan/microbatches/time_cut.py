@@ -1,7 +1,7 @@
 """How each op of a step is cut over microbatches: the plan of a machine whose only level is time.
 
-The batch is split, state and weights are whole, and a byte that one microbatch needs of another costs so much that as few as
-possible are needed. The moves that remain are sums over all microbatches; `phases` refuses any others.
+The batch is split, state and weights are whole, and a byte that one microbatch needs from another costs so much that the cut
+needs as few as possible. The moves that remain are sums over all microbatches; `phases` refuses any others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardplan.search.problem.problem import Problem
 AXIS = "microbatch"
 _BYTE_S = 1e-12
 _FLOP_S = 1e-30
-"""A byte between microbatches costs more than all the compute of a step: the cut with the fewest bytes is wanted."""
+"""A byte between microbatches costs more than all the compute of a step, so the cut with the fewest bytes wins."""
 
 
 def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequence[str] = ()) -> PlannedProgram:
@@ -73,7 +73,7 @@ def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequ
 
 
 def instructions(planned: PlannedProgram) -> Block:
-    """The instructions of one microbatch, with what it needs of the others as moves."""
+    """The instructions of one microbatch, with moves for the values that it needs from others."""
     spelled, _ = spelled_out(planned)
     body = shared(pruned(in_single_steps(spelled.body)))
     return with_extents(body, planned.sizes, [planned.graph.tensors[t].shape for t in planned.graph.inputs])

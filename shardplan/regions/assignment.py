@@ -1,4 +1,4 @@
-"""Which group of devices runs each op of a step."""
+"""The group of devices that runs each op of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Group = tuple[int, ...]
 class Assignment:
     """The groups, and the number of the group that runs each op of a program, by op id.
 
-    Ops that depend on no input belong to no group: each group that reads them runs them itself. ``held`` are the groups that hold
-    inputs, by tensor, where that is given; ``everywhere`` are inputs that each group has. ``chunk`` is the chunk of layers of
-    each op, by op id, where a group runs several chunks one after the other (None: each group is one).
+    Ops that depend on no input belong to no group: each group that reads them runs them itself. ``held`` are the groups that
+    hold inputs, by tensor (None: they follow from the ops); ``everywhere`` are inputs that each group has. ``chunk`` is the
+    chunk of layers of each op, by op id, where a group runs several chunks one after the other (None: each group runs one).
     """
 
     program: Program
@@ -31,7 +31,7 @@ class Assignment:
 
     @cached_property
     def chunk_of(self) -> Mapping[int, int]:
-        """The chunk of each op that a group runs, by op id."""
+        """The chunk of each op that has a group, by op id."""
         return self.of if self.chunk is None else self.chunk
 
     @cached_property
@@ -40,7 +40,7 @@ class Assignment:
         return {t: self.chunk_of[op.id] for op in self.program.ops if op.id in self.of for t in op.outputs}
 
     def is_foreign(self, tensor: int, op: Op) -> bool:
-        """Whether an op reads a tensor of another group or chunk."""
+        """Whether a tensor that an op reads comes from another group or chunk."""
         group, chunk = self.of[op.id], self.chunk_of[op.id]
         return self.at.get(tensor, group) != group or self.made_in.get(tensor, chunk) != chunk
 
@@ -80,7 +80,7 @@ def assigned(program: Program, groups: tuple[Group, ...], of: Mapping[int, int])
     """An assignment, checked: every op that depends on an input has a group that exists.
 
     Raises:
-        PlacementError: naming the op, or if the step itself names axes of a mesh, which groups do not have.
+        PlacementError: if an op has no group, or if the step itself names mesh axes, which groups do not have.
     """
     if program.meshed:
         raise PlacementError(

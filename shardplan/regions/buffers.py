@@ -20,8 +20,8 @@ def peak_bytes(graph: PlacedTaskGraph, dispatch: Dispatch) -> int:
 
 
 def most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, *, inside: bool = False) -> int:
-    """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also of what a
-    program needs while it runs. The caller holds the arguments to the end, except for those whose buffers results take.
+    """The most bytes that a device of a group holds of values that enter or leave its programs; with ``inside``, also those
+    that a program needs while it runs. The caller holds the arguments to the end, except for those whose buffers results take.
     """
     return _most_held(graph, dispatch, group, reused(graph, dispatch), inside=inside)
 
@@ -32,9 +32,9 @@ def argument_bytes(graph: PlacedTaskGraph, group: int) -> int:
 
 
 def reused(graph: PlacedTaskGraph, dispatch: Dispatch) -> dict[int, dict[int, int]]:
-    """By piece: the positions of the arguments whose buffers its results take, with the positions of these results.
+    """By piece, the positions of the arguments whose buffers results take, each with the position of its result.
 
-    Nothing reads such an argument after any task of the piece, and both have equal blocks on a device. Arguments of the step
+    Nothing reads such an argument after any task of the piece, and the two have equal blocks on a device. Arguments of the step
     that are not donated are not reused, nor are values sent to a device that has them already: they may share a buffer there.
     """
     groups = [frozenset(g.devices) for g in graph.groups]
@@ -73,7 +73,7 @@ def _block(graph: PlacedTaskGraph, group: int, tensor: int) -> tuple[tuple[int, 
 
 
 def _most_held(graph: PlacedTaskGraph, dispatch: Dispatch, group: int, taken: dict[int, dict[int, int]], *, inside: bool) -> int:
-    """`most_held`, where results take these buffers."""
+    """`most_held`, given the buffers that results take."""
     held = {key: _local_bytes(graph, group, key[0]) for g, key in graph.inputs if g == group}
     arguments = frozenset(held)
     most = total = sum(held.values())

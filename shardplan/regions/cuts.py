@@ -1,6 +1,4 @@
-"""A step whose ops have their groups, with or without a loop over microbatches: the program of each group, and the tasks that
-run.
-"""
+"""Cuts a step whose ops have groups, with or without a loop over microbatches: the program of each group, and the tasks."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ def cut_of(
     layers: LayerParts | None = None,
     replicate: Sequence[str] = (),
 ) -> Cut:
-    """The step whose ops run on these groups; ``inner`` has the chunks of the body of its loop over microbatches, if it has one,
-    and ``chunks`` the group of each. ``in_flight`` and ``replicate`` as in `LoopSplit`, ``layers`` as in `PlacedStep`.
+    """The step cut for these groups. ``inner`` has the chunk of each op in the body of its loop over microbatches (None: no
+    loop), ``chunks`` the group of each chunk. ``in_flight`` and ``replicate`` as in `LoopSplit`, ``layers`` as in `PlacedStep`.
 
     Raises:
         PlacementError: for an op without a group.
@@ -82,7 +80,7 @@ def graph_of(cut: Cut, choices: Sequence[GroupChoices], replicate: Sequence[str]
 
 
 def step_of(cut: Cut, graph: PlacedTaskGraph, dispatch: Dispatch, layers: LayerParts | None = None) -> PlacedStep:
-    """The step in an order; ``layers`` as in `PlacedStep`."""
+    """The step in the order of ``dispatch``; ``layers`` as in `PlacedStep`."""
     return PlacedStep(cut.program if isinstance(cut, LoopSplit) else cut.assignment.program, graph, dispatch, layers)
 
 

@@ -1,11 +1,11 @@
 """The order in which the tasks of a placed step and the transfers between groups are issued, and when each of them runs.
 
 Tasks wait for their operands and for the devices of their group. Among the tasks that can start first, the one with the longest
-way to the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
+path to the end of the step goes first (FD-DPS, section 4: the latest start times of the dynamic critical path).
 
-A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. So a pipeline is scheduled
-many times: with limits on the microbatches that a stage has in flight, and in the orders of the literature. The fastest schedule
-that fits in memory is taken; among equally fast ones, the one that holds least.
+A stage holds the saved values of a microbatch from its forward pass to the last of its backward pass. So a pipeline is
+scheduled many times: with limits on the microbatches that a stage has in flight, and in the orders of the literature. The
+fastest schedule that fits in memory is taken; among equally fast ones, the one that holds the fewest bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardplan.regions.tasks import PlacedTaskGraph
 
 def dispatched(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float = math.inf) -> Dispatch:
     """The issues of a step on a machine whose devices hold ``limit`` bytes: the fastest that fit; if none fit, those that hold
-    least.
+    the fewest.
     """
     return dispatched_beside(graph, machine, limit).dispatch
 
@@ -36,7 +36,7 @@ class DispatchBeside(NamedTuple):
 
 
 def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: float) -> DispatchBeside:
-    """As `dispatched`, with what the memory limit is compared to."""
+    """As `dispatched`, with the peak of the fastest dispatch without a limit."""
     free: tuple[bool, float, int] | None = None
     waiting = waiting_tasks(graph, machine)
     best: tuple[tuple[bool, float, int], Dispatch] | None = None
@@ -55,7 +55,7 @@ def dispatched_beside(graph: PlacedTaskGraph, machine: DeviceTopology, limit: fl
 
 
 def _better(one: tuple[bool, float, int], other: tuple[bool, float, int]) -> bool:
-    """Whether one schedule is to be preferred: (does not fit, seconds, bytes) of both."""
+    """Whether ``one`` schedule is better than the ``other``; each is (does not fit, seconds, bytes)."""
     if one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=CONSTANTS.rounding):
         return one[2] < other[2]
     return one < other

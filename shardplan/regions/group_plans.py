@@ -24,10 +24,10 @@ from shardplan.search.inference import anytime
 
 @dataclass(frozen=True, slots=True)
 class GroupPlanner:
-    """Plans the programs of groups. ``donated`` are the tensors of the step's arguments that it may reuse. ``arrays`` maps a
-    tensor to the array that it is a part of: all parts of an array have one layout, in all groups. ``before`` are the plans
+    """Plans the programs of groups. ``donated`` are the tensors of arguments whose buffers the step may reuse. ``arrays`` maps
+    a tensor to the array that it is a part of: all parts of an array have one layout, in all groups. ``before`` are the plans
     of the same groups under other conditions, if there are any. Unless ``names_least``, the first group that does not fit ends
-    planning: the error names the bytes that this one needs, where another may need more.
+    planning: the error names the bytes that this group needs, although another may need more.
     """
 
     groups: Sequence[Group]
@@ -43,8 +43,8 @@ class GroupPlanner:
     def made(self) -> tuple[Made, ...]:
         """The plan of each group's program. After an interrupt, the groups that are left get their first plans.
 
-        Where parts of one array lie in several groups, the layouts of the group with the most flops are pinned in the others: or,
-        where these do not fit there, those of the next group.
+        If parts of one array lie in several groups, the others take the layouts of the group with the most flops, or of the
+        next group if these do not fit.
 
         Raises:
             MemoryLimitError: if the ops of a group fit its devices in no layout.
@@ -76,7 +76,7 @@ class GroupPlanner:
                 lead = self._lead(n, cut_short=_interrupted(tried))
             except MemoryLimitError:
                 if self.names_least:
-                    self._each()  # of all groups, the one that needs the most memory decides the error
+                    self._each()  # the group that needs the most memory decides the error
                 raise
             tried.append(lead)
             pinned, made = self._pinned(n, lead), {n: lead}
@@ -88,7 +88,7 @@ class GroupPlanner:
             except MemoryLimitError as error:
                 refused.append(error)
                 continue
-            if _interrupted(tried) and not _interrupted(made.values()):  # that plan was refused
+            if _interrupted(tried) and not _interrupted(made.values()):  # the interrupted plan was refused
                 made[0] = replace(made[0], stopped="interrupted")
             return tuple(made[g] for g in range(len(self.groups)))
         raise self._refusal(refused, min(refused, key=lambda error: error.smallest_bytes))
@@ -105,7 +105,7 @@ class GroupPlanner:
         )
 
     def _pinned(self, group: int, lead: Made) -> list[Wanted]:
-        """For each group, the conditions of its search: over the factors of one group, in the layouts of its arrays."""
+        """The conditions of each group's search: over the factors of ``group``, in the layouts of its arrays."""
         factors, rows = self._array_layouts(group, lead)
         names, layouts = [f.name for f in factors], dict(rows)
         pins = (
@@ -130,8 +130,8 @@ class GroupPlanner:
         return session.problem.factors, tuple(found)
 
     def _lead(self, group: int, *, cut_short: bool) -> Made:
-        """The plan of the group that decides the layouts of arrays: over the factors that it had under other conditions, or over
-        others where nothing fits over these.
+        """The plan of the group that decides the layouts of arrays: over the factors that it had under other conditions, or
+        over others if no plan fits over these.
         """
         if self.before and not cut_short:
             factors = self.before[group].session.problem.factors
@@ -140,7 +140,7 @@ class GroupPlanner:
         return self._plan(group, self.searcher.wanted, (), cut_short=cut_short)
 
     def _plan(self, group: int, wanted: Wanted, others: Sequence[Made], *, cut_short: bool) -> Made:
-        """The plan of a group: that of another group whose program is equal, where it fits, or the best that a search finds."""
+        """The plan of a group: that of another group whose program is equal, if it fits, or the best that a search finds."""
         searcher, program = self._searcher(group, wanted, others, cut_short=cut_short), self.parts[group].program
         for other in others:
             if (made := planned_likewise(program, searcher, other)) is not None:
@@ -150,7 +150,7 @@ class GroupPlanner:
         return made
 
     def _searcher(self, group: int, wanted: Wanted, others: Sequence[Made], *, cut_short: bool) -> Searcher:
-        """What searches the program of a group: from its plan under other conditions, with the prices of other groups."""
+        """The searcher of a group's program: it starts from the plan under other conditions, and shares prices of others."""
         donated = frozenset(n for n, t in enumerate(self.parts[group].inputs) if t in self.donated)
         wanted = replace(wanted, best=anytime.unheard, donated=donated)
         if cut_short:

@@ -14,8 +14,8 @@ from shardplan.regions.segments import Segment, segments_of
 
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """A tensor of the step that goes from one group to another, and lies there as tensor ``like`` does: itself, or, if it is the
-    next value of an input that is held there, that input.
+    """A tensor of the step that goes from one group to another. There it has the layout of tensor ``like``: itself, or the
+    input held there whose next value it is.
     """
 
     tensor: int
@@ -26,7 +26,7 @@ class SentTensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupProgram:
-    """A program of some ops of a step. ``tensors[n]`` is the tensor of the step that its tensor n is."""
+    """A program of some ops of a step. Its tensor n is the tensor ``tensors[n]`` of the step."""
 
     program: Program
     tensors: tuple[int, ...]
@@ -76,8 +76,8 @@ class StepSplit:
 
     @cached_property
     def results(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """For each output of the step, (the group that has it in the end, its tensor, the tensor that it lies like there); None
-        for a literal.
+        """For each output of the step, (the group that holds it in the end, its tensor, the tensor whose layout it has there);
+        None for a literal.
         """
         program, at, home = self.assignment.program, self.assignment.at, self.assignment.home
         found: list[tuple[int, int, int] | None] = []
@@ -107,7 +107,7 @@ class StepSplit:
 
     @cached_property
     def group_parts(self) -> tuple[GroupProgram, ...]:
-        """The program of each group. A value that leaves a segment is a result of it, and has the layout of a result."""
+        """The program of each group. A value that leaves a segment is a result, with the layout of one."""
         return tuple(map(self._group_part, range(len(self.assignment.groups))))
 
     @cached_property
@@ -129,7 +129,7 @@ class StepSplit:
         return self.part({i for n in own for i in self.segments[n].ops}, (*held, *received), makes)
 
     def part(self, ids: Collection[int], inputs: Sequence[int], outputs: Sequence[int]) -> GroupProgram:
-        """The program of some ops and of the free ops that they read, its tensors numbered anew."""
+        """The program of some ops and of the free ops that they read, with its tensors renumbered."""
         program = self.assignment.program
         ops = self.with_free(ids, outputs)
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
@@ -138,7 +138,7 @@ class StepSplit:
         handed_on = {t: f"handed on: {text}" for t, text in made.items()}
         paths = dict(zip(program.inputs, program.input_paths, strict=True))
         returned = sorted(enumerate(program.outputs), key=lambda row: program.feedback[row[0]] is not None)
-        results = {t: n for n, t in returned if isinstance(t, int)}  # the next value of an input, where it is one
+        results = {t: n for n, t in returned if isinstance(t, int)}  # preferably as the next value of an input
         place = {t: n for n, t in enumerate(inputs)}
         replaced = {t: program.inputs[i] for t, n in results.items() if (i := program.feedback[n]) is not None}
         return GroupProgram(

@@ -1,4 +1,4 @@
-"""Arguments and results whose layers lie in several stages: a loop over layers holds the weights of all of them in one array.
+"""Arguments and results whose layers lie in several stages: a loop over layers reads the weights of all layers from one array.
 
 Stage n holds the n-th part of such an array along its dim 0. Programs see the parts; the step's caller sees one array.
 """
@@ -19,8 +19,8 @@ STAGE = "stage"
 class LayerParts:
     """Which arguments and results of the program in parts belong to each argument and result of the step.
 
-    ``inputs[i]`` are the numbers of the arguments that hold argument i: ``count`` parts, or one where it is not cut. ``outputs``
-    says the same of results. The forward pass has ``loops`` loops over layers, one after the other.
+    ``inputs[i]`` are the numbers of the arguments that hold argument i: ``count`` parts, or one if it is not cut. ``outputs``
+    is the same for results. The forward pass has ``loops`` loops over layers, one after the other.
     """
 
     count: int
@@ -30,7 +30,7 @@ class LayerParts:
 
     @property
     def arrays(self) -> dict[int, int]:
-        """The argument of the step that each part is a part of, by the number of the part."""
+        """The argument of the step to which each part belongs, by the number of the part."""
         return {part: i for i, own in enumerate(self.inputs) if len(own) > 1 for part in own}
 
     @property
@@ -55,8 +55,8 @@ def whole_entries(part: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def scope_of(part: int, loop: int | None = None) -> str:
-    """The named scope of a loop over the layers of a part: the ``loop``-th of the forward pass, or its loop of the backward pass.
-    Without ``loop``, of another op that runs for each part.
+    """The named scope of a loop over the layers of a part: the ``loop``-th of the forward pass, or its counterpart in the
+    backward pass. Without ``loop``, the scope of another op that runs for each part.
     """
     return f"shardplan_stage_{part}_" + ("part" if loop is None else f"loop_{loop}")
 

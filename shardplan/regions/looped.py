@@ -36,8 +36,8 @@ def looped_graph(split: LoopSplit, groups: Sequence[GroupChoices], donated: froz
 
 
 def _moved_stacks(split: LoopSplit) -> list[Tensor]:
-    """The stacks of the loop as they lie where microbatches are taken out of them or put into them: first those of the inputs of
-    its body, then those of its results. What is no stack has an empty tensor, so that each number says what it is.
+    """The stacks of the loop in the layouts in which microbatches are taken out or put in: first those of the inputs of its
+    body, then those of its results. Positions without a stack have empty tensors.
     """
     ends = [*map(split.of_outer.get, split.body.inputs), *split.loop.outputs]
     empty = Tensor(-1, (0,), "int8", 1)
@@ -68,7 +68,7 @@ def _transfers(split: LoopSplit) -> list[Transfer]:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The numbers of the tensors of a group's program, and of the body of its loop, by those of the step."""
+    """The numbers of the tensors of a group's program, and of the body of its loop, by the numbers of the step."""
 
     outer: Mapping[int, int]
     inner: Mapping[int, int]
@@ -77,8 +77,8 @@ class _Names:
 class _Group:
     """The pieces and tasks of one group. Tensors of the body have numbers from ``offset`` on in the graph of tasks, except for
     ``shared`` ones: these are tensors of the step, in the same layouts there. ``takes`` has, for each slice of the body, the
-    stack that it is taken from and the number of that stack where slices are taken without communication; ``makes`` has the same
-    for each result of the body and the stack that it is put into.
+    stack that it is taken from and the number of that stack in the layout in which slices are taken without communication;
+    ``makes`` has the same for each result of the body and the stack that it is put into.
     """
 
     def __init__(self, split: LoopSplit, group: int, own: GroupChoices) -> None:
@@ -126,7 +126,7 @@ class _Group:
         return replace(layout, dims=tuple(dims))
 
     def _stacked(self, t: int) -> Layout | None:
-        """The layout of a stack of values of the body, each of which lies as it does there."""
+        """The layout of a stack of a value of the body, each in its layout there."""
         at = self.inner[t]
         return None if at is None else replace(at, dims=((), *at.dims))
 
@@ -263,7 +263,7 @@ class _Group:
         return found
 
     def _moved(self, inner: Sequence[int], pieces: list[Piece], tasks: list[Task]) -> None:
-        """Values of the whole step brought into the layouts that the loop reads them in."""
+        """Moves values of the whole step into the layouts in which the loop reads them."""
         outer = [s for t in inner if isinstance(s := self.split.of_outer[t], int)]
         assert len(outer) == len(inner), "a literal is written into the body"
         if not inner:

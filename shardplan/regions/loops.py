@@ -3,7 +3,7 @@
 The loop over microbatches is taken apart: each group has the part of its body that it runs, and sends the values of one
 microbatch that other groups need as soon as they are made. To be planned, the part of a group is a loop again, whose slices are
 the values that it receives, and whose stacks the values that it makes for others: so weights are gathered and gradients reduced
-once where that pays. A stack is as long as the microbatches of its value that the group holds at once.
+once where that pays. A stack has a place for each microbatch of its value that the group holds beside the present one.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class LoopSplit:
 
     @cached_property
     def of_outer(self) -> Mapping[int, Operand]:
-        """The operand outside of each input of the body."""
+        """The operand of the loop for each input of its body."""
         return dict(zip(self.body.inputs, self.loop.inputs, strict=True))
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """The tensors outside that depend on no input."""
+        """The tensors outside of the loop that depend on no input."""
         ops = free_ops(self.program)
         made = {t for op in self.program.ops if op.id in ops for t in op.outputs}
         return frozenset(made | {t for t, _ in self.program.constants})
@@ -105,8 +105,8 @@ class LoopSplit:
     def kinds(self) -> tuple[PassKind, ...]:
         """The kind of pass that each segment of the body computes.
 
-        A segment is "forward" until something comes from a later chunk, then "backward" if another chunk waits for it, and
-        "weight" when the chunk before has what it waits for. In the first chunk, all of the backward pass is "both".
+        A segment is "forward" until its chunk depends on a later one, then "backward" if another chunk waits for it, and
+        "weight" once the previous chunk has what it waits for. In the first chunk, all of the backward pass is "both".
         """
         inside = self.inside
         maker = inside.assignment.made_in
@@ -114,8 +114,8 @@ class LoopSplit:
         for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
             for t in boundary.reads:
                 readers.setdefault(t, set()).update({segment.chunk} - {maker.get(t)})
-        late: set[int] = set()  # tensors of chunks that have heard of a later one
-        served: set[int] = set()  # chunks that have sent what the chunk before waits for
+        late: set[int] = set()  # tensors that depend on a later chunk
+        served: set[int] = set()  # chunks that have sent what the previous chunk waits for
         found: list[PassKind] = []
         for segment, boundary in zip(inside.segments, inside.boundaries, strict=True):
             chunk = segment.chunk
@@ -225,8 +225,8 @@ class LoopSplit:
         return tuple(t for t in dict.fromkeys(read) if at.get(t, group) != group)
 
     def group_program(self, group: int) -> tuple[GroupProgram, GroupProgram]:
-        """(the program of a group as it is planned, the body of its loop). Stacks of what it receives and makes for others have
-        numbers from ``len(program.tensors)`` on, with those of the body.
+        """(the program of a group as it is planned, the body of its loop). Stacks of values that it receives, or makes for
+        others, have the numbers of the body's values plus ``len(program.tensors)``.
         """
         inside = self.inside.group_parts[group]
         body = self._ordered(inside, group)
@@ -281,7 +281,7 @@ class LoopSplit:
     def _numbered(
         self, group: int, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int], stacked: Collection[int]
     ) -> GroupProgram:
-        """A program of these ops of a group with its tensors numbered anew; ``stacked`` are those that the loop takes apart."""
+        """A program of these ops of a group, tensors renumbered; ``stacked`` are those that the loop slices or stacks."""
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
         paths = dict(zip(self.program.inputs, self.program.input_paths, strict=True))
@@ -323,7 +323,7 @@ class LoopSplit:
     def _held_beside(self, t: int, group: int) -> int:
         """The most microbatches of a value of the body that a group holds beside the one that it computes.
 
-        With that one they are as many as are in flight, if a later pass reads the value, and one more if the value is received.
+        With that one, they are those in flight if a later pass reads the value, else one; and one more if it is received.
         """
         if self.in_flight is None:
             return self.count - 1

@@ -1,4 +1,4 @@
-"""A placed step, planned: what the ``regions`` backend runs."""
+"""A planned step on groups of devices, as the ``regions`` backend runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardplan.regions.tasks import WHOLE, GroupMesh, PlacedTaskGraph, Result, T
 class PlacedStep:
     """The program of a step, its tasks on groups of devices, and the order in which they are issued.
 
-    ``layers`` says which of its arguments and results are parts of one array (None: each is one of the step).
+    ``layers`` says which of its arguments and results are parts of one array (None: none are).
     """
 
     program: Program

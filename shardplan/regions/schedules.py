@@ -1,4 +1,4 @@
-"""Tasks and transfers as what waits for what, in many ways: as they are, and as the schedules of pipelines restrict them."""
+"""The dependences of tasks and transfers: their own, and those that pipeline schedules add."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardplan.regions.tasks import Key, PlacedTaskGraph, Task, Transfer
 class Waiting(NamedTuple):
     """A task or transfer with what it waits for, by number, and the devices that it keeps busy.
 
-    Devices of the same groups, which do the same at any time, have one number.
+    Devices in the same groups always do the same, and share one number.
     """
 
     what: Task | Transfer
@@ -32,8 +32,8 @@ class Waiting(NamedTuple):
 def waiting_tasks(graph: PlacedTaskGraph, machine: DeviceTopology) -> list[Waiting]:
     """The tasks and then the transfers of a step, each with what it waits for.
 
-    A transfer within a node is a copy beside what the devices compute. One between nodes, so between processes, is a program on
-    the devices of both groups (`shardplan.emit.crossings`): it starts when both have ended what they run, as a rendezvous.
+    A transfer within a node is a copy that runs beside compute. One between nodes, and so between processes, is a program on
+    the devices of both groups (`shardplan.emit.crossings`): a rendezvous, which starts once both groups are free.
     """
     made: dict[tuple[int, Key], int] = {}
     for n, task in enumerate(graph.tasks):
@@ -56,7 +56,7 @@ def waiting_tasks(graph: PlacedTaskGraph, machine: DeviceTopology) -> list[Waiti
 
 
 def _alike(graph: PlacedTaskGraph) -> list[tuple[int, ...]]:
-    """The devices of each group; those of the same groups have one number."""
+    """The devices of each group; devices in the same groups share one number."""
     groups_of: dict[int, list[int]] = {}
     for n, group in enumerate(graph.groups):
         for d in group.devices:
@@ -81,11 +81,11 @@ def transfer_s(graph: PlacedTaskGraph, transfer: Transfer, machine: DeviceTopolo
 
 
 def restricted(graph: PlacedTaskGraph, waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
-    """The same tasks with fewer microbatches in flight than there are, and in the orders of pipelines; none without microbatches.
+    """The same tasks with limits on the microbatches in flight, and in the orders of pipelines; none without microbatches.
 
-    A limit is ``slack`` times as many microbatches as chunks follow a chunk, itself included (1F1B: Narayanan et al. 2021,
-    section 2.2), as many for all chunks (ZB-H1: Qi et al. 2023, section 2.3), or the smaller of both. Orders are those of the
-    literature and, for each limit, the best found for the seconds of the chunks (`shardplan.dag.pipeline_search`).
+    The limit of a chunk is ``slack`` times the number of chunks from it on (1F1B: Narayanan et al. 2021, section 2.2), the same
+    number for all chunks (ZB-H1: Qi et al. 2023, section 2.3), or the smaller of both. Orders are those of the literature and,
+    for each limit, the best found for the seconds of the chunks (`shardplan.dag.pipeline_search`).
     """
     chunks = chunks_of(graph)
     count = max((len(chunk.tasks) for chunk in chunks), default=0)
@@ -107,7 +107,7 @@ def restricted(graph: PlacedTaskGraph, waiting: Sequence[Waiting]) -> Iterator[l
         pipeline, run = best_order(wanted)
         yield _ordered(chunks, waiting, pipeline)
         if run.makespan_s <= wanted.least_s * (1 + CONSTANTS.rounding):
-            return  # no limit above is of use
+            return  # no larger limit is of use
 
 
 def _numbers(count: int) -> list[int]:
@@ -155,7 +155,7 @@ def chunks_of(graph: PlacedTaskGraph) -> list[Chunk]:
 
 
 def _limited(chunks: Sequence[Chunk], waiting: Sequence[Waiting], most: Sequence[int]) -> list[Waiting]:
-    """The forward pass of a microbatch in a chunk waits for the last task of an earlier one; ``most`` [chunks] are in flight."""
+    """The tasks with at most ``most`` [chunks] microbatches in flight: a forward pass waits for the end of an earlier one."""
     found = list(waiting)
     for chunk, limit in zip(chunks, most, strict=True):
         for k, tasks in chunk.tasks.items():
@@ -171,7 +171,7 @@ _RUN_AT: Mapping[PassKind, tuple[PassKind, ...]] = {
     "weight": ("weight",),
     "both": ("backward", "both", "weight"),
 }
-"""The kinds of pieces that run where a pipeline has a task."""
+"""The kinds of pieces that run at each kind of task of a pipeline."""
 
 
 def _ordered(chunks: Sequence[Chunk], waiting: Sequence[Waiting], pipeline: Pipeline) -> list[Waiting]:
@@ -204,7 +204,7 @@ def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
             after[m].append(n)
     tails = _tails(tasks, after)
     waiting = [len(t.before) for t in tasks]
-    ready_s = [0.0] * len(tasks)  # when the last of what it waits for has ended
+    ready_s = [0.0] * len(tasks)  # when all that it waits for has ended
     free_s: dict[int, float] = {}
     queues = {t.devices: _Queue([], []) for t in tasks}
     for n, count in enumerate(waiting):
@@ -229,10 +229,10 @@ def started(tasks: Sequence[Waiting]) -> list[tuple[Waiting, float]]:
 
 
 def _first(choices: Sequence[tuple[float, float, int]], tasks: Sequence[Waiting]) -> tuple[float, float, int]:
-    """Of the (start, -tail, number) of tasks that are next on their devices, the one that is issued.
+    """The task to issue, among the (start, -tail, number) of those that are next on their devices.
 
-    It starts first, unless a transfer needs one of its devices and the longest way to the end is shorter if the device waits for
-    that transfer: a rendezvous, which all of its devices have to wait for, would else be overtaken again and again.
+    It is the one that starts first, unless a transfer needs one of its devices and the longest path to the end is shorter if
+    the device waits for that transfer: otherwise a rendezvous, for which all of its devices wait, is overtaken again and again.
     """
     first = min(choices)
     best, best_s = first, math.inf
@@ -250,13 +250,13 @@ def _first(choices: Sequence[tuple[float, float, int]], tasks: Sequence[Waiting]
 
 @dataclass(frozen=True, slots=True)
 class _Queue:
-    """Tasks that wait for their devices alone, as heaps of (ready, -tail, number): those ready by then are ``there``."""
+    """Tasks that wait only for their devices, as heaps of (ready, -tail, number); ``there`` are the ready ones, with 0."""
 
     coming: list[tuple[float, float, int]]
     there: list[tuple[float, float, int]]
 
     def first(self, free_s: float) -> tuple[float, float, int] | None:
-        """(start, -tail, number) of the task that is next, where the devices are free from then on."""
+        """(start, -tail, number) of the next task, if its devices are free from ``free_s`` on."""
         while self.coming and self.coming[0][0] <= free_s:
             heappush(self.there, (0.0, *heappop(self.coming)[1:]))
         if self.there:
@@ -264,12 +264,12 @@ class _Queue:
         return self.coming[0] if self.coming else None
 
     def pop(self) -> None:
-        """Takes that task out."""
+        """Removes the next task."""
         heappop(self.there or self.coming)
 
 
 def _tails(tasks: Sequence[Waiting], after: Sequence[Sequence[int]]) -> list[float]:
-    """[tasks]: the seconds from the start of a task to the end of the step, on the longest way."""
+    """[tasks]: the seconds from the start of a task to the end of the step, along the longest path."""
     waiting = [len(own) for own in after]
     tails = [t.seconds for t in tasks]
     ends = [n for n, count in enumerate(waiting) if not count]

@@ -21,7 +21,7 @@ from shardplan.simulate.simulated_step import peak_bytes
 class GroupChoices:
     """The choices for the program of a group: its devices as a cluster, the mesh axes, and how everything is cut.
 
-    ``programs`` are the collectives of reshardings there. Groups that are alike share them.
+    ``programs`` are the collectives of reshardings there. Equal groups share them.
     """
 
     cluster: Cluster
@@ -49,8 +49,8 @@ def segment_piece(
     layouts: Ends | None = None,
     replicate: Sequence[str] = (),
 ) -> Piece:
-    """A segment as a piece. ``ends`` are the tensors of the step that its program's inputs and outputs are, ``layouts`` the
-    layouts in which they come and are left.
+    """A segment as a piece. ``ends`` are the step's tensors for its program's inputs and outputs, ``layouts`` the layouts in
+    which they enter and leave.
     """
     graph = flatten(program, replicate=replicate)
     planned = planned_program(
@@ -62,7 +62,7 @@ def segment_piece(
 
 
 def _inside_bytes(planned: PlannedProgram, schedule: Schedule) -> int:
-    """The most bytes that a device needs while it runs a piece, beside its arguments and results, as it is simulated."""
+    """The most bytes that a device needs while it runs a piece, beside its arguments and results, as simulated."""
     graph = planned.graph
     ends = 0.0
     for t in (*graph.inputs, *graph.outputs):

@@ -1,11 +1,11 @@
 """A placed step as segments: ops that one group runs as one program, without waiting for another group in between.
 
-The *level* of an op counts the transfers between groups on the longest way to it. Ops of one group and level form a segment. An
-op that no other group waits for moves to the level of its first reader, so that its result is not held for long. Where a group
-runs several chunks of layers, each is cut as if it were a group of its own. A segment is cut once more: first the ops that other
-groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the backward pass of zero-bubble
-schedules, Qi et al. 2023, section 2). Ops that only add up values of the first part belong to it, so that these values are not
-held until the rest runs.
+The *level* of an op counts the transfers between groups on the longest path to it. Ops of one group and level form a segment.
+An op that no other group waits for moves to the level of its first reader, so that its result is not held for long. Where a
+group runs several chunks of layers, each is cut as if it were a group of its own. A segment is cut once more: first the ops
+that other groups wait for, then the rest (the gradients of weights, in a pipeline: the two halves of the backward pass of
+zero-bubble schedules, Qi et al. 2023, section 2). Ops that only add up values of the first part belong to it, so that these
+values are not held until the rest runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def segments_of(assignment: Assignment, totals: Collection[int] = (), products: 
 
 
 def _earliest(assignment: Assignment, ops: list[Op]) -> dict[int, int]:
-    """The transfers between chunks on the longest way to each op, from the first op that runs."""
+    """The transfers between chunks on the longest path to each op, from the first op that runs."""
     maker: dict[int, int] = {}
     levels: dict[int, int] = {}
     for op in ops:
@@ -59,7 +59,7 @@ def _earliest(assignment: Assignment, ops: list[Op]) -> dict[int, int]:
 
 
 def _sunk(assignment: Assignment, ops: list[Op], earliest: dict[int, int]) -> dict[int, int]:
-    """The levels once ops that only later segments of their own chunk read have moved there."""
+    """The levels after each op that only later segments of its own chunk read has moved to its first reader."""
     returned = assignment.program.returned
     levels = dict(earliest)
     reader: dict[int, int] = {}  # the lowest level of a reader in the own chunk, by tensor
@@ -97,10 +97,10 @@ def _awaited(assignment: Assignment, ops: list[Op], levels: dict[int, int]) -> f
 def _added_at_once(
     assignment: Assignment, ops: list[Op], levels: dict[int, int], totals: Collection[int], products: Collection[int]
 ) -> frozenset[int]:
-    """The ops, among those that no other group waits for, that bring values to ``totals`` without a product or a loop, and that
+    """Among the ops that no other group waits for, those that add values to ``totals`` without a product or a loop, and that
     need none of the remaining ops of their segment.
     """
-    rest: dict[int, tuple[int, int]] = {}  # by tensor of the others, its segment
+    rest: dict[int, tuple[int, int]] = {}  # the segment of each tensor that the other ops make
     light: list[Op] = []
     for op in ops:
         at = levels[op.id], assignment.chunk_of[op.id]

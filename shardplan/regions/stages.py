@@ -1,10 +1,10 @@
 """The stages of a pipeline: the group that runs each op of a step in microbatches.
 
-The forward pass of one microbatch is cut into chunks, in the order of the step, where few bytes cross and chunks take about as
-long. Each group runs one chunk, or several of them (the virtual stages of Narayanan et al. 2021, section 2.2). An op of the
-backward pass belongs to the chunk of the weight or saved value that it reads, and to no later chunk than the gradients that it
-reads. An op that reads only what is everywhere, as zeros, belongs to the chunk that reads its result. The optimizer's ops belong
-to the group whose gradients they read.
+The forward pass of one microbatch is cut into chunks, in the order of the step, where few bytes cross and chunks take about the
+same time. Each group runs one chunk, or several of them (the virtual stages of Narayanan et al. 2021, section 2.2). An op of
+the backward pass belongs to the chunk of the weight or saved value that it reads, and to no later chunk than the gradients that
+it reads. An op that reads only values that are everywhere, such as zeros, belongs to the chunk that reads its result. The
+optimizer's ops belong to the group whose gradients they read.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def _inner(body: Program, consts: int, carries: int, shape: tuple[int, int], sec
 
 
 def _behind(body: Program, ops: Sequence[Op], accumulators: Sequence[int]) -> set[int]:
-    """The ops of the backward pass, by id: those that depend on it or on accumulators, and those between them whose results only
-    ops read that compute values again, such as the barrier before these.
+    """The ops of the backward pass, by id: those that depend on it or on accumulators, and those between them whose results are
+    read only by ops that recompute values, such as the barrier before these ops.
     """
-    after, added = set[int](), set(accumulators)  # what depends on the backward pass, and on accumulators
+    after, added = set[int](), set(accumulators)  # values that depend on the backward pass, and on accumulators
     found, totals = set[int](), set[int]()
     for op in ops:
         if op.backward or not after.isdisjoint(op.tensors):
@@ -111,7 +111,7 @@ def _behind(body: Program, ops: Sequence[Op], accumulators: Sequence[int]) -> se
             added.update(op.outputs)
             totals.add(op.id)
     began = next((n for n, op in enumerate(ops) if op.id in found), len(ops))
-    again, elsewhere = set[int](), set(body.returned)  # what such ops read, and what is read by others or in the end
+    again, elsewhere = set[int](), set(body.returned)  # values that such ops read, and values that others or the caller read
     for n, op in reversed(list(enumerate(ops))):
         before = n > began and op.id not in totals and not again.isdisjoint(op.outputs) and elsewhere.isdisjoint(op.outputs)
         found.update({op.id} if before else ())
@@ -152,7 +152,7 @@ def _free(body: Program) -> set[int]:
 
 
 def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dict[int, frozenset[int]]:
-    """The carries that each value of the backward pass ends in, two at most."""
+    """The carries that each value of the backward pass reaches, two at most."""
     found = {t: frozenset({n}) for n, t in enumerate(body.outputs[:carries]) if isinstance(t, int)}
     for op in reversed(ops):
         own = frozenset[int]().union(*(found.get(t, frozenset()) for t in op.outputs))
@@ -162,7 +162,7 @@ def _reached(body: Program, ops: Sequence[Op], consts: int, carries: int) -> dic
 
 
 def _cut(body: Program, forward: Sequence[Op], shape: tuple[int, int], seconds: Mapping[int, float]) -> dict[int, int]:
-    """The chunk of each op of the forward pass: consecutive ops, so that the longest chunk, with what it sends, is shortest."""
+    """The chunk of each op of the forward pass: consecutive ops, cut where few bytes cross so that the longest is shortest."""
     count = shape[0]
     cost = np.cumsum([seconds.get(op.id, 0.0) for op in forward])
     last: dict[int, int] = {}
@@ -195,7 +195,7 @@ def _between_layers(forward: Sequence[Op], crossing: Floats, shape: tuple[int, i
     """The places between the parts of loops over layers where the fewest bytes cross; None for a step without such parts.
 
     Raises:
-        PlacementError: if a loop runs over its layers from the last to the first, or not in the forward pass.
+        PlacementError: if a loop runs over its layers from the last to the first, or is not in the forward pass.
     """
     count, groups = shape
     loops = [(n, _own_chunk(op, 0, groups)) for n, op in enumerate(forward) if loop_in(op.scope) is not None]

@@ -36,12 +36,12 @@ class GroupMesh:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A program that a group runs: on devices' shares by a schedule, or one of those that XLA's partitioner cuts.
+    """A program that a group runs: a schedule on devices' shares, or a program that XLA's partitioner cuts.
 
-    "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes what accumulators start from: the value
-    ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it runs.
-    ``kind`` is the pass of a microbatch that a piece of a pipeline computes ("forward" also for cutting the microbatch out),
-    ``chunk`` the chunk of layers for which it does.
+    "slice" takes a microbatch out of a stack, "stack" makes a stack of all, "start" makes the starts of accumulators: the value
+    ``start`` everywhere. ``reads`` and ``makes`` are tensors of the step. A device needs ``inside_bytes`` beside them as it
+    runs. ``kind`` is the pass of a microbatch that a piece of a pipeline computes ("forward" also for cutting the microbatch
+    out), ``chunk`` the chunk of layers of that pass.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value that goes from one group to another, where it lies as tensor ``like`` does."""
+    """A value that goes from one group to another, where it has the layout of tensor ``like``."""
 
     key: Key
     source: int
@@ -83,7 +83,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result of the step: the group that has it in the end, its value, and the tensor that it lies like there."""
+    """A result of the step: the group that holds it in the end, its value, and the tensor whose layout it has there."""
 
     group: int
     key: Key
@@ -92,8 +92,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTaskGraph:
-    """All that a placed step does. ``tensors`` are by number; ``inputs`` says in which group each argument is held. A result that
-    is None is a literal. ``donated`` are the tensors of the step's arguments that it may reuse.
+    """All that a placed step does. ``tensors`` are by number; ``inputs`` says in which group each argument is held. A result
+    that is None is a literal. ``donated`` are the tensors of arguments whose buffers the step may reuse.
     """
 
     tensors: tuple[Tensor, ...]

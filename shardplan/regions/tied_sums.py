@@ -1,4 +1,4 @@
-"""Gradients of a weight that several stages use: each stage adds up its own terms, and their sums meet once, after the loop."""
+"""Gradients of a weight that several stages use: each stage adds up its own terms, and these sums are added after the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardplan.ir import Op, Program, Tensor
 
 @dataclass(frozen=True, slots=True)
 class SplitSums:
-    """A step whose loop adds up the terms of each stage by themselves, and the groups and chunks of its ops, by id."""
+    """A step whose loop adds up the terms of each stage separately, and the groups and chunks of its ops, by id."""
 
     program: Program
     loop: Op
@@ -23,8 +23,8 @@ class SplitSums:
 def split_sums(step: SplitSums, chunks: Sequence[int]) -> SplitSums:
     """The step in which each group adds up its own terms of a total. ``chunks`` is the group of each chunk.
 
-    In the loop, ``total + (a + b)`` with b of another group becomes two totals, which are added behind the loop. The terms are
-    those of all additions whose sum nothing else reads; a conversion between them hides the terms behind it.
+    In the loop, ``total + (a + b)`` with b of another group becomes two totals, which are added after the loop. Terms are found
+    through additions whose sum nothing else reads, but not through a conversion.
     """
     while (other := _split_one(step, chunks)) is not None:
         step = other
@@ -33,8 +33,8 @@ def split_sums(step: SplitSums, chunks: Sequence[int]) -> SplitSums:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Carry ``carry`` of the loop: the op that adds to it, the additions that make what it adds, and their terms by whose they
-    are: of one other group, and the rest.
+    """Carry number ``carry`` of the loop: the op that adds to it (``total``), the additions that make the addend, and the terms
+    of these: those of one other group (``others``), and the ``rest``.
     """
 
     carry: int
@@ -67,7 +67,7 @@ def _split_one(step: SplitSums, chunks: Sequence[int]) -> SplitSums | None:
 
 
 def _terms(added: Sequence[int], maker: Mapping[int, Op], readers: Mapping[int, int]) -> tuple[tuple[Op, ...], tuple[int, ...]]:
-    """(the additions whose sum nothing else reads, their terms), from these values on."""
+    """(the additions whose sum nothing else reads, their terms), found from the ``added`` values on."""
     additions, terms, waiting = list[Op](), list[int](), list(added)
     while waiting:
         t = waiting.pop()
@@ -127,8 +127,8 @@ def _split_at(step: SplitSums, terms: _Terms, chunks: Sequence[int]) -> SplitSum
 
 
 def _met(step: SplitSums, before: Op, total: Op, at: tuple[int, int], chunks: Sequence[int]) -> SplitSums:
-    """The step whose program adds up both totals of its loop, which were one in the loop ``before``. ``at`` are the numbers of
-    the loop's results that they are.
+    """The step whose program adds up both totals of its loop, which were one in the loop ``before``. ``at`` are their numbers
+    among the loop's results.
     """
     program, (n, second) = step.program, at
     sums = tuple(_like(program.tensors[before.outputs[n]], len(program.tensors) + k) for k in range(2))

@@ -1,4 +1,4 @@
-"""Whether a pipeline whose groups run two chunks of layers each is faster, by the tasks of its schedule alone.
+"""Whether a pipeline is faster if its groups run two chunks of layers each, judged by the tasks of its schedule alone.
 
 The stages of a planned pipeline are halved, on paper: looped or folded over the same groups (the virtual stages of Narayanan et
 al. 2021, section 2.2; Qi et al. 2024, section 3), with as many microbatches in flight as the plan has.
@@ -33,8 +33,8 @@ def two_chunks(graph: PlacedTaskGraph, dispatch: Dispatch, machine: DeviceTopolo
 
 
 def _seconds(chunks: Sequence[Chunk]) -> tuple[Seconds, ...]:
-    """The seconds of each chunk. The last one runs its forward and backward pass as one task, whose seconds are divided as those
-    of the others are.
+    """The seconds of each chunk. The last one runs its forward and backward pass as one task, whose seconds are divided in the
+    ratio of the others.
     """
     *others, last = (chunk.seconds for chunk in chunks)
     forward, backward = sum(s.forward for s in others), sum(s.backward for s in others)

@@ -97,7 +97,7 @@ def placed_timeline_json(shown: PlacedTimeline) -> dict[str, Any]:
 
 
 def placed_timeline_text(shown: PlacedTimeline, *, title: str = "the step") -> str:
-    """The step, the cost of waiting, and the seconds of each group and each pair of groups that send, for people."""
+    """The step, the cost of waiting, and the seconds of groups and transfers, for people."""
     figures = placed_timeline_json(shown)
     lines = [
         f"{title}: {seconds(shown.step_time_s)} a step on {shown.groups} groups of devices, {len(shown)} runs and transfers",

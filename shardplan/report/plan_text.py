@@ -44,7 +44,7 @@ def _head(plan: PlanData, title: str) -> str:
 
 
 def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
-    """The facts at the head of a plan's text, as (name, text); a text without a name continues the one before it."""
+    """The head of a plan's text, as (name, text); a text without a name continues the one before it."""
     cluster = plan.cluster
     devices = math.prod(level.size for level in cluster.levels)
     links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
@@ -72,8 +72,8 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
 
 
 def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
-    """A fact on devices that repeat the work of others, if some do. If the baselines are known, it adds the least batch for
-    which data parallelism over all devices would pay.
+    """Whether devices repeat the work of others and, if the baselines are known, the least batch for which data parallelism
+    over all devices would pay.
 
     The replicated step computes R seconds, data parallelism computes C and communicates for D, whatever the batch. N times the
     batch saves at most N (R - C) of compute, because ops that do not fill a device get no slower by more work. So data
@@ -147,7 +147,7 @@ def spent_text(plan: PlanData) -> str:
 
 
 def host_text(plan: PlanData) -> str:
-    """The arrays in host memory between steps, and the seconds a step that copying them takes."""
+    """The arrays in host memory between steps, and the seconds of their copies in a step."""
     count, rate_text = len(plan.offloaded), rate(plan.cluster.device.host_bytes_per_s or 0.0)
     arrays = f"{count} array{'s' if count > 1 else ''}, {size(plan.host_bytes)} a device"
     return f"{arrays}; copies there and back take {seconds(plan.host_s)} a step at {rate_text}, and nothing hides them"

@@ -55,8 +55,8 @@ def folded(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:
 
 
 def _patterns(words: Sequence[str], spec: Spec, numbers: Sequence[tuple[str, ...]], specs: Mapping[str, Spec]) -> list[str]:
-    """The fewest patterns for paths with these ``words`` and ``numbers`` between them: one that takes any numbers, one that
-    takes the given numbers, or one for each path.
+    """The fewest patterns for paths with these ``words`` and ``numbers`` between them: one for any numbers, one for the given
+    numbers, or one for each path.
     """
     columns = [sorted(set(column), key=lambda n: (int(n), n)) for column in zip(*numbers, strict=True)]
     anything = _pattern(words, [r"\d+" if len(column) > 1 else column[0] for column in columns])

@@ -32,7 +32,7 @@ def _verdict(score: Score) -> str:
 
 
 def _remarks(score: Score) -> str:
-    """Remarks: whether it fits, which arguments are replicated, and which layouts other values are assumed to have."""
+    """Whether it fits, which arguments are replicated, and the layouts assumed for other values."""
     lines = (
         []
         if score.fits

@@ -23,8 +23,8 @@ class Point:
 
     ``devices`` is 0 where no cluster is known. ``samples`` and ``tokens`` are those of one step, None where the data do not
     say. ``peak_bytes`` is that of the plan; if none fits within ``limit_bytes``, it is that of the smallest one found, and
-    ``remedy`` says what would fit. ``error`` is the reason why the settings were refused. ``price`` is in dollars for one hour
-    of one device. ``stopped`` is the cause that ended the search early.
+    ``remedy`` says what would fit. ``error`` says why the settings were refused. ``price`` is in dollars for one hour of one
+    device. ``stopped`` says what ended the search early.
     """
 
     settings: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The sizes of a shrunken copy of a step: fewer samples in its batch, and fewer layers where its loops run over stacked state.
+"""The sizes of a shrunken copy of a step: fewer samples, and fewer layers where its loops run over stacked state.
 
 The copy has the ops of the step, so the plan's layouts and cuts apply to it. Every cut of the plan divides its sizes. At least
 two samples and two layers are left, because dims of size one broadcast, and the step might trace to other ops.

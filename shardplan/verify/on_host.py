@@ -1,4 +1,4 @@
-"""Arguments of a step on the host: drawn where they are only shapes, copied so that donation cannot delete them, and nudged."""
+"""Arguments of a step on the host: drawn where they are only shapes, copied before donation deletes them, and nudged."""
 
 from __future__ import annotations
 

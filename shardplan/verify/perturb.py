@@ -5,8 +5,8 @@ float32, products in bfloat16), such a move seldom reaches the narrow copy, yet 
 narrow type. There the copy is moved by one unit of its own type as well. The argument does not take this larger move: the
 value that the optimizer updates stays precise.
 
-Sums of narrow floats are added up in float32. Each of several devices adds up fewer numbers than one device does, so it rounds
-less often; the float32 sums cause a change of the same kind.
+Sums of narrow floats are added up in float32. Several devices add up fewer numbers each than one device does, and round less
+often: float32 sums cause a change of that kind.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -233,7 +234,7 @@ def _plan(
             inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
-    (made, plans, placed, _, _), short = _fitting(asked, cut, groups, layers, before, names_least=names_least)
+    (made, plans, placed, *_), short = _fitting(asked, cut, groups, layers, before, names_least=names_least)
     data = PlacedData(
         origin=origin,
         cluster=asked.searcher.cluster,
@@ -263,6 +264,11 @@ class _Tried(NamedTuple):
     peak: int
     free_peak: int
 
+    @property
+    def limit_costs(self) -> float:
+        """The part of a group's seconds that its memory limit costs, of the group where it is largest."""
+        return max(own.planned.found[1].limit_costs for own in self.made)
+
 
 def _fitting(
     asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None, before: Sequence[Made], *, names_least: bool
@@ -288,22 +294,43 @@ def _fitting(
         dispatch, free = dispatched_beside(graph, machine_of(cluster), limit)
         return _Tried(made, plans, step_of(cut, graph, dispatch, layers), peak_bytes(graph, dispatch), free)
 
-    tried = [within(limit, before, names_least=names_least)]
-    if (free := tried[0].free_peak) > limit:  # groups may share devices, and hold more in that order than their own programs do
-        most = max(plan.peak_bytes for plan in tried[0].plans)
-        fixed = max(argument_bytes(tried[0].placed.graph, g) for g in range(len(groups)))
-        # with this limit for each group, that order fits if its memory beside arguments is in proportion
-        share = fixed + (most - fixed) * (limit - fixed) // (free - fixed)
-        for memory in (share, (share + most) // 2):
-            with contextlib.suppress(MemoryLimitError):  # a group's own error: this limit is too small
-                tried.append(within(memory, tried[0].made))
-                break
+    refused: MemoryLimitError | None = None
+    try:
+        tried = [within(limit, before, names_least=names_least)]
+    except MemoryLimitError as error:  # the order of the step may need less than a group's own plan knows
+        refused = error.with_traceback(None)
+        tried = [within(sys.maxsize, before)]
+    for memory in _other_limits(tried[0], limit):
+        with contextlib.suppress(MemoryLimitError):  # the groups' own: so little is not enough
+            tried.append(within(memory, tried[0].made))
+            break
     fitting = [own for own in tried if own.peak <= limit]
     if not fitting:
-        raise MemoryLimitError(limit, min(own.peak for own in tried), grouped=True, origin=asked.limit.origin)
+        smallest = min(own.peak for own in tried)
+        if refused is not None and refused.smallest_bytes <= smallest:
+            raise refused
+        raise MemoryLimitError(limit, smallest, grouped=True, origin=asked.limit.origin)
     best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
-    costs = max(own.planned.found[1].limit_costs for own in best.made)
-    return best, free > limit or costs >= CONSTANTS.refinement_gain
+    return best, tried[0].free_peak > limit or best.limit_costs >= CONSTANTS.refinement_gain
+
+
+def _other_limits(tried: _Tried, limit: int) -> tuple[int, ...]:
+    """The limits of groups' own plans with which their step may fill the memory limit, where ``tried`` needs more, or needs less
+    and pays for it in time.
+
+    A group's own plan does not know the order in which all programs run. What that order holds beside arguments is assumed to be
+    in proportion to what the plans hold.
+    """
+    most = max(plan.peak_bytes for plan in tried.plans)
+    fixed = max(argument_bytes(tried.placed.graph, g) for g in range(len(tried.plans)))
+    needed = tried.free_peak if tried.free_peak > limit else tried.peak
+    if needed <= fixed:
+        return ()
+    share = fixed + (most - fixed) * (limit - fixed) // (needed - fixed)
+    if needed > limit:
+        return share, (share + most) // 2
+    pays = tried.limit_costs >= CONSTANTS.refinement_gain and share > limit * (1 + CONSTANTS.refinement_gain)
+    return (share,) if pays else ()
 
 
 def _array_of(layers: LayerParts | None, paths: Sequence[str], part_paths: Sequence[str]) -> dict[str, str]:

@@ -187,9 +187,9 @@ class MemoryLimitError(ShardplanError):
 
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
-    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments were in
-    host memory. ``grouped``: the step runs on groups of devices, which support neither. ``origin`` says where the limit comes
-    from, if not from the user.
+    may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments or
+    activations were in host memory. ``grouped``: the step runs on groups of devices, which support neither. ``origin`` says
+    where the limit comes from, if not from the user.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class MemoryLimitError(ShardplanError):
             ("no plan found in the time budget" if unfinished else "no plan")
             + f" fits in {limit} per device{f' ({origin})' if origin else ''}: the smallest found"
             + (", with activations recomputed where that helps," if rematerialised else "")
-            + (" with arguments in host memory" if offloaded else "")
+            + (" with values in host memory" if offloaded else "")
             + f" needs {least}"
             + (f" ({detail})" if detail else "")
             + (f"; pins {'that alone exceed it' if together else 'in the way'}: {held}" if held else "")

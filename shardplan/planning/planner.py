@@ -212,7 +212,7 @@ def _memory_error(
         together=bool(conflict),
         unfinished=stopped,
         rematerialised=recompute,
-        offloaded=bool(problem.graph.offloaded),
+        offloaded=any(t.hosted for t in problem.graph.tensors) or bool(problem.graph.offloaded),
         origin=origin,
         pins={
             f"{glob!r} = {spec_text(wanted.pins[glob])}": int(nbytes) for glob, nbytes in held if not conflict or glob in conflict

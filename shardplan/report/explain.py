@@ -125,7 +125,7 @@ class _Why:
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         limit = size(plan.memory_limit) + (f" ({plan.memory_limit_origin})" if plan.memory_limit_origin else "")
         lines.append(f"{size(plan.peak_bytes)} a device at its peak, of {limit}. {_sentence(bound_text(plan))}")
-        lines += [f"In host memory: {host_text(plan)}."] if plan.offloaded else []
+        lines += [f"In host memory: {host_text(plan)}."] if plan.host_s else []
         lines += peak_lines(self.session)
         lines += matrix_text(plan).splitlines()
         best = best_baseline(plan)

@@ -59,7 +59,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
         ("memory", f"{size(plan.peak_bytes)} a device of {size(plan.memory_limit)} ({plan.peak_bytes / plan.memory_limit:.1%})"),
         ("", peak_range_text(plan)),
         *((("", f"memory limit {size(plan.memory_limit)}: {plan.memory_limit_origin}"),) if plan.memory_limit_origin else ()),
-        *((("host memory", host_text(plan)),) if plan.offloaded else ()),
+        *((("host memory", host_text(plan)),) if plan.host_s else ()),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
         *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
         ("backend", f"{plan.backend}: {plan.backend_reason}"),
@@ -142,15 +142,22 @@ def spent_text(plan: PlanData) -> str:
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
         spent += f" ({seconds(plan.exposed_s)} of it exposed)"
-    spent += f", copies from host memory and back {seconds(plan.host_s)}" if plan.offloaded else ""
+    spent += f", copies from host memory and back {seconds(plan.host_s)}" if plan.host_s else ""
     return f"{seconds(plan.step_time_s)}: {spent}"
 
 
 def host_text(plan: PlanData) -> str:
-    """The arrays in host memory between steps, and the seconds of their copies in a step."""
+    """The arrays that lie in host memory between steps, the activations there, and what their copies cost a step."""
     count, rate_text = len(plan.offloaded), rate(plan.cluster.device.host_bytes_per_s or 0.0)
-    arrays = f"{count} array{'s' if count > 1 else ''}, {size(plan.host_bytes)} a device"
-    return f"{arrays}; copies there and back take {seconds(plan.host_s)} a step at {rate_text}, and nothing hides them"
+    what = [f"{count} array{'s' * (count > 1)}, {size(plan.host_bytes)} a device"] if count else []
+    stacks = sum(value.loop is not None for value in plan.hosted)
+    kept = len(plan.hosted) - stacks
+    what += [f"{kept} activation{'s' * (kept > 1)}"] if kept else []
+    what += [f"activations of {stacks} stack{'s' * (stacks > 1)}"] if stacks else []
+    what = what or ["values that the step itself copies"]
+    return (
+        f"{' and '.join(what)}; copies there and back take {seconds(plan.host_s)} a step at {rate_text}, and nothing hides them"
+    )
 
 
 def remat_text(remat: Remat) -> str:

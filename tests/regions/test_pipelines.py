@@ -313,6 +313,28 @@ def test_a_limit_below_the_fastest_plan_costs_little_more_than_a_lower_one() -> 
     assert below.step_time_s < 1.05 * lower.step_time_s
 
 
+def test_stages_of_weights_are_planned_for_what_the_order_of_the_step_needs() -> None:
+    """Their own plans hold old and new weights beside the gradients; in the step, new weights take the place of gradients."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            hidden = batch
+            for w in weights:
+                hidden = hidden + jnp.tanh(hidden @ w)
+            return jnp.mean(hidden**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights, batch = [jnp.ones((256, 256)) for _ in range(8)], jnp.ones((64, 256))
+    asked: dict[str, Any] = {"cluster": "2x1", "axes": {"stage": 2}, "microbatches": 8}
+    free = cast(PlacedPlan, shardplan.plan(step, weights, batch, **asked))
+    assert max(g.peak_bytes for g in free.groups) > 1.2 * free.peak_bytes
+    for limit in (free.peak_bytes, free.peak_bytes * 6 // 5):
+        plan = shardplan.plan(step, weights, batch, **asked, memory_limit=limit)
+        assert plan.step_time_s == free.step_time_s
+        assert plan.peak_bytes <= limit
+
+
 def test_a_microbatch_is_taken_out_of_a_batch_without_communication() -> None:
     """Within this memory, plans that hold each microbatch on some of the devices were the fastest. XLA moves it to the others."""
     step, args = mlp.train_step(layers=4, width=32, inputs=512, classes=16, batch=256)

@@ -166,6 +166,6 @@ def test_as_little_lies_in_host_memory_as_the_limit_asks_for() -> None:
     every = shardplan.plan(step, *args, offload=MOMENTS, memory_limit=smallest - 100, **options)
     assert tight.data.offloaded < every.data.offloaded, "not all have to"
     assert tight.data.host_s < every.data.host_s
-    with pytest.raises(MemoryLimitError, match="with arguments in host memory") as nothing:
+    with pytest.raises(MemoryLimitError, match="with values in host memory") as nothing:
         shardplan.plan(step, *args, offload="auto", memory_limit=64, **options)
     assert nothing.value.offloaded

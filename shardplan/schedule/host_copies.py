@@ -1,9 +1,11 @@
 """Copies between the memories of a device and its host.
 
 An argument in host memory comes to the device where the step first reads it, and its new value leaves at once. Values that the
-step itself copies leave and come back where it says so. A barrier makes each fetch wait for the value that was made last before
-it, as a gradient is; an argument also waits for the copy that left last. Without it, a compiler is free to fetch all values when
-the step begins.
+step itself copies leave and come back where it says so.
+
+Barriers keep a compiler from fetching all values when the step begins, and from sending them only before they are fetched. A
+fetch waits for the value that was made last before it, as a gradient is; the fetch of an argument also waits for the copy that
+left last. A value that leaves, and all that reads it later, waits for the copy that left before it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
+from typing import Literal
 
 from shardplan.schedule.instructions import (
     Barrier,
@@ -53,28 +56,36 @@ class _BetweenMemories(Renaming):
         """The block with its copies, and the blocks in it with theirs."""
         out: list[Instruction] = []
         made: list[int] = []
+        left: int | None = None
         last = {v: place for place, i in enumerate(block.instructions) for v in reads(i)}
         for place, instruction in enumerate(block.instructions):
-            if isinstance(instruction, Compute) and instruction.node.signature.part == "copy":
-                held = next((v for v in reversed(made) if last.get(v, -1) > place), None)
-                out += self.copies(instruction, held)
-            else:
+            if not isinstance(instruction, Compute) or instruction.node.signature.part != "copy":
                 out.append(self.renamed(instruction))
                 made += results_of(instruction)
+            elif self.tensors[instruction.node.outputs[0]].hosted:
+                out += self.copy(instruction, left, "pinned_host")
+                # XLA takes only what comes straight from its copy into a loop's stack in host memory
+                left = None if instruction.results[0] in block.results else instruction.results[0]
+            else:
+                held = next((v for v in reversed(made) if last.get(v, -1) > place), None)
+                out += self.copy(instruction, held, "device")
         return Block(block.parameters, tuple(out), tuple(self.source(s) for s in block.results))
 
-    def copies(self, op: Compute, held: int | None) -> list[Instruction]:
-        """The copy that an op is; one to the device waits for the value ``held``."""
+    def copy(self, op: Compute, after: int | None, memory: Literal["device", "pinned_host"]) -> list[Instruction]:
+        """The copy that an op is, and before it a barrier where it waits for the value ``after``.
+
+        All that later reads the value that leaves waits too: the device holds few values whose copies have not ended.
+        """
         (tensor,), (source,) = op.node.outputs, op.inputs
         assert isinstance(source, int), "a literal is on the device"
-        source = self.number(source)
-        if self.tensors[tensor].hosted:
-            return [HostCopy(source, op.results[0], tensor, "pinned_host")]
-        if held is None:
-            return [HostCopy(source, op.results[0], tensor, "device")]
-        waited = Barrier((source, self.number(held)), (next(self.new), next(self.new)))
-        self.same[held] = waited.results[1]
-        return [waited, HostCopy(waited.results[0], op.results[0], tensor, "device")]
+        before = self.number(source)
+        if after is None:
+            return [HostCopy(before, op.results[0], tensor, memory)]
+        waited = Barrier((before, self.number(after)), (next(self.new), next(self.new)))
+        self.same |= {after: waited.results[1]}
+        if memory == "pinned_host":
+            self.same[source] = waited.results[0]
+        return [waited, HostCopy(waited.results[0], op.results[0], tensor, memory)]
 
 
 class _Copying(Renaming):

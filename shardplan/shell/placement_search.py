@@ -223,7 +223,10 @@ class _Search:
         problem = problem_of(graph, machine_of(cluster))
         found = candidates_of(problem, math.inf if wanted.deadline is None else wanted.deadline, stages=False)
         if not found:
-            self._leave_out(_BRANCHES, "no two operators are independent of each other, or devices are too few")
+            self._leave_out(
+                _BRANCHES, "no branches run beside each other, or devices are too few; shardplan.place tries other groups"
+            )
+            return
         limit_s = self._simulated_s(problem)
         promising = [c for c in found if c.seconds < limit_s][: CONSTANTS.branches_planned]
         for n, candidate in enumerate(promising):

@@ -150,7 +150,7 @@ def _add_memory_options(one: argparse.ArgumentParser) -> None:
         default=[],
         metavar="none|auto|GLOB",
         help="arguments that stay in host memory between steps, such as '*/mu/*'; may be repeated. auto: as few as the memory "
-        "limit asks for (default: none)",
+        "limit asks for, and activations where that is not enough (default: none)",
     )
 
 

@@ -312,6 +312,11 @@ class Op:
         return tuple(i for i in self.inputs if isinstance(i, int))
 
     @property
+    def moves_memory(self) -> bool:
+        """Whether it copies a value between the memories of a device and its host."""
+        return self.primitive == HOST_COPY
+
+    @property
     def sums(self) -> bool:
         """Whether its result is the sum of its two operands."""
         return self.primitive in ("add", "add_any")
@@ -396,7 +401,7 @@ class Program:
     def to_host(self) -> Op | None:
         """The first op that copies a value to host memory, or from there."""
         for op in self.ops:
-            if op.primitive == HOST_COPY:
+            if op.moves_memory:
                 return op
             for body in op.bodies:
                 if (own := body.to_host) is not None:

@@ -156,4 +156,4 @@ def hosted_tensor(program: Program, value: HostedValue) -> int:
     if value.loop is not None:
         return value.tensor
     body = program_at(program, value.where)
-    return next(op.outputs[0] for op in body.ops if op.primitive == HOST_COPY and op.inputs[0] == value.tensor)
+    return next(op.outputs[0] for op in body.ops if op.moves_memory and op.inputs[0] == value.tensor)

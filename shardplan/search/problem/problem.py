@@ -389,16 +389,8 @@ class Problem:
 
     def _link(self, link: Link, scope: tuple[int, ...], domains: Sequence[Domain]) -> Term:
         tensor = self.crossing_tensor(link)
-        key = (
-            "link",
-            tensor.shape,
-            tensor.itemsize,
-            link.lift,
-            link.weight,
-            self.link_window(link),
-            self.windows.read(tensor.id),
-            tensor.hosted,
-        )
+        kind = tensor.shape, tensor.itemsize, tensor.hosted
+        key = "link", kind, link.lift, link.weight, self.link_window(link), self.windows.read(tensor.id)
 
         def build(candidates: tuple[Domain, ...]) -> Costs:
             return picoseconds(self.crossing_seconds(link, candidates) * link.weight)

@@ -1,15 +1,14 @@
 """Seconds of a sweep: 60 points of GPT, over batches, clusters and memory limits.
 
-``python benchmarks/sweep.py [--layers 12] [--repeats 1]``
+``python benchmarks/sweep.py [--layers 12] [--repeats 1] [--workers CORES]``
 
-The points of a batch share a trace, and points that differ only in the memory limit share a plan if it fits the smaller one.
-Prints the points, the seconds of the whole sweep and a point, those of the processor (others may use it too), and the traces.
+Points that differ only in the memory limit share a plan if it fits the smaller one. Prints the points, and the seconds of the
+whole sweep and of a point.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import platform
 import statistics
@@ -22,6 +21,7 @@ import jax
 
 import shardplan
 from models import gpt
+from shardplan.placement.chains import cores
 from shardplan.report.sweep import Sweep
 
 BATCHES = (32, 64, 128, 256, 512)
@@ -36,31 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=cores())
     given = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
-    runs = [_timed(given.layers) for _ in range(given.repeats)]
-    took_s, processor_s = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
-    _, _, made, traces = runs[0]
+    runs = [_timed(given.layers, given.workers) for _ in range(given.repeats)]
+    took_s, made = statistics.median(run[0] for run in runs), runs[0][1]
     print(f"GPT, {given.layers} layers: {made.total} points in {took_s:.1f} s, {took_s / made.total:.2f} s a point")
-    print(f"{processor_s:.1f} s of processor time; {traces} traces; {len(made.planned)} of {made.total} points fit")
+    print(f"{given.workers} processes; {len(made.planned)} of {made.total} points fit")
     print(f"60 points in at most {TARGET_S:.0f} s: {took_s:.1f} s")
     return 0
 
 
-def _timed(layers: int) -> tuple[float, float, Sweep, int]:
-    """(seconds, seconds of processor time, the sweep, how often it made and traced a step)."""
-    made: list[int] = []
-
-    @functools.wraps(gpt.train_step)
-    def factory(**options: Any) -> Any:
-        made.append(options["batch"])
-        return gpt.train_step(**options)
-
+def _timed(layers: int, workers: int) -> tuple[float, Sweep]:
+    """(seconds, the sweep)."""
     vary = {"batch": BATCHES, "cluster": CLUSTERS, "memory": MEMORY}
-    began, began_processor = time.perf_counter(), time.process_time()
-    swept = shardplan.sweep(factory, vary=vary, options={"layers": layers, **SIZES}, donate_argnums=0)
-    return time.perf_counter() - began, time.process_time() - began_processor, swept, len(made)
+    began = time.perf_counter()
+    options: dict[str, Any] = {"layers": layers, **SIZES}
+    swept = shardplan.sweep(gpt.train_step, vary=vary, options=options, workers=workers, donate_argnums=0)
+    return time.perf_counter() - began, swept
 
 
 if __name__ == "__main__":

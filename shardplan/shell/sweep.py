@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardplan.emit.backends import chosen
@@ -20,12 +23,13 @@ from shardplan.mesh import Cluster
 from shardplan.report.sweep import Point, Sweep, setting_text
 from shardplan.report.tables import seconds
 from shardplan.search.baselines.samples import Samples, samples_of
-from shardplan.search.inference.anytime import Observer, Part, best_of
+from shardplan.search.inference.anytime import Observer, Part, best_of, silent
 from shardplan.shell.api import checked_observer, checked_options, plan
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.memory_default import memory_limit
 from shardplan.shell.offload_option import hosted
-from shardplan.shell.target import call_factory, keywords_of
+from shardplan.shell.sweep_workers import in_processes
+from shardplan.shell.target import call_factory, keywords_of, use_cpu
 
 PLANNING: Mapping[str, str] = {
     "cluster": "cluster",
@@ -82,6 +86,7 @@ def sweep(
     price: Mapping[str, float] | None = None,
     name: str | None = None,
     observer: Observer | None = None,
+    workers: int = 1,
     **planning: Any,
 ) -> Sweep:
     """Plans the step that ``factory`` makes for each combination of settings.
@@ -99,6 +104,8 @@ def sweep(
             device's name; the first of these that has a price counts.
         name: The name of the factory in reports.
         observer: Called with the current activity and the fraction done.
+        workers: The processes that plan points. With several, the factory has to be a function of a module, and a script that
+            calls this needs ``if __name__ == "__main__":``, as for `multiprocessing`.
         planning: Options of `shardplan.plan` that stay the same, such as ``cluster``.
 
     Raises:
@@ -110,7 +117,7 @@ def sweep(
     observer, fixed, values = checked_observer(observer), dict(options or {}), _values(vary)
     _check_names(factory, name, values, fixed, planning)
     rows = _rows(values, fixed, planning, price)
-    done, samples = _planned(factory, name, rows, observer)
+    done, samples = _planned(factory, name, rows, observer, checked_workers(workers))
     points = tuple(done[place] for place in sorted(done))
     points = tuple(replace(p, remedy=p.remedy + _neighbours(p, points)) if p.remedy else p for p in points)
     return Sweep(name, tuple(vary), points, len(rows), samples)
@@ -220,25 +227,94 @@ def _price(price: Mapping[str, float], given: ClusterLike, cluster: Cluster) -> 
     )
 
 
-def _planned(factory: Callable[..., Any], name: str, rows: Sequence[_Row], observer: Observer) -> tuple[dict[int, Point], str]:
+def checked_workers(workers: object) -> int:
+    """The number of processes, checked.
+
+    Raises:
+        ShardplanError: if it is no positive whole number.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ShardplanError(f"workers={workers!r} is not a positive whole number: give the number of processes that plan points")
+    return workers
+
+
+def _planned(
+    factory: Callable[..., Any], name: str, rows: Sequence[_Row], observer: Observer, workers: int
+) -> tuple[dict[int, Point], str]:
     """(the points by their places, the argument that counts their samples). An interrupt ends it early."""
     done, samples = dict[int, Point](), ""
-    parts = iter([_part(observer, n, len(rows)) for n in range(len(rows))])
     try:
-        for _, group in itertools.groupby(rows, key=lambda row: row.step):
-            own = [(row, next(parts)) for row in group]
-            first, part = own[0]
-            part("tracing", 0.0)
-            made = _step(factory, name, first)
-            if isinstance(made, _Step):
-                samples = samples or (made.samples.path if made.samples else "")
-                _plan_points(made, own, done)
-            else:
-                done.update({row.place: Point(row.settings, row.cluster.size, error=made) for row, _ in own})
+        for points, own in _groups(factory, name, rows, observer, workers, done):
+            done |= points
+            samples = samples or own
     except KeyboardInterrupt:
         if not done:
             raise
     return done, samples
+
+
+def _groups(
+    factory: Callable[..., Any], name: str, rows: Sequence[_Row], observer: Observer, workers: int, done: dict[int, Point]
+) -> Iterator[tuple[dict[int, Point], str]]:
+    """Plans rows that share a trace or a plan together. One worker adds each point to ``done`` as soon as it is there."""
+    groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.step)]
+    if workers == 1:
+        parts = iter([_part(observer, n, len(rows)) for n in range(len(rows))])
+        for group in groups:
+            yield done, _plan_group(partial(_step_of, factory, name), [(row, next(parts)) for row in group], done)
+        return
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Row]] = {}
+    for row in rows:
+        alike.setdefault((row.step, row.plan), []).append(row)
+    count = 0
+    for points, samples in in_processes(_Elsewhere(factory, name), list(alike.values()), workers):
+        count += len(points)
+        observer(f"{count} of {len(rows)} points", count / len(rows))
+        yield points, samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """Plans rows in a process of its own, which keeps the last step that it has traced."""
+
+    factory: Callable[..., Any]
+    name: str
+
+    def __call__(self, rows: Sequence[_Row]) -> tuple[dict[int, Point], str]:
+        def step(row: _Row) -> _Step | str:
+            return _kept(pickle.dumps((self.factory, self.name, row.own, _tracing(row))))
+
+        done = dict[int, Point]()
+        return done, _plan_group(step, [(row, silent) for row in rows], done)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(pickled: bytes) -> _Step | str:
+    """`_step` of pickled arguments, for the last ones again without work."""
+    use_cpu()
+    return _step(*pickle.loads(pickled))
+
+
+def _step_of(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
+    """The step of a row."""
+    return _step(factory, name, row.own, _tracing(row))
+
+
+def _tracing(row: _Row) -> dict[str, Any]:
+    """The options of planning on which the trace depends."""
+    return {name: row.planning[name] for name in ("donate_argnums", "replicate") if name in row.planning}
+
+
+def _plan_group(step: Callable[[_Row], _Step | str], rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> str:
+    """Adds the points of one step to those that are done. Returns the argument that counts their samples."""
+    first, part = rows[0]
+    part("tracing", 0.0)
+    made = step(first)
+    if isinstance(made, _Step):
+        _plan_points(made, rows, done)
+        return made.samples.path if made.samples else ""
+    done.update({row.place: Point(row.settings, row.cluster.size, error=made) for row, _ in rows})
+    return ""
 
 
 def _plan_points(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, Point]) -> None:
@@ -287,13 +363,13 @@ def _advise(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, 
         done[row.place] = replace(done[row.place], remedy=f"{done[row.place].remedy}; {own}")
 
 
-def _step(factory: Callable[..., Any], name: str, row: _Row) -> _Step | str:
-    """The step of some settings, traced, with its samples; or the text of the error that its factory or trace raises."""
+def _step(factory: Callable[..., Any], name: str, own: Mapping[str, Any], planning: Mapping[str, Any]) -> _Step | str:
+    """The step of a factory's settings, traced, with its samples; or the text of the error that its factory or trace raises."""
     try:
-        step, args = call_factory(factory, name, row.own)
-        donated = positions(row.planning.get("donate_argnums", ()), len(args), "donate_argnums")
+        step, args = call_factory(factory, name, own)
+        donated = positions(planning.get("donate_argnums", ()), len(args), "donate_argnums")
         traced = trace_step(step, args, donated)
-        return _Step(step, args, traced, samples_of(flatten(traced.program, replicate=row.planning.get("replicate", ()))))
+        return _Step(step, args, traced, samples_of(flatten(traced.program, replicate=planning.get("replicate", ()))))
     except ShardplanError as error:
         return _line(error)
 

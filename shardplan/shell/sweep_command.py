@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +38,20 @@ def add_sweep_command(commands: Any) -> None:
     )
     one.add_argument("-o", "--output", metavar="FILE", help="save the points as JSON")
     one.add_argument(
+        "--workers", type=int, metavar="N", help="processes that plan points (default: as many as this process may use cores)"
+    )
+    one.add_argument(
         "--draw", "--png", dest="draw", metavar="FILE", help="draw the points and their Pareto front (.png, .svg or .pdf)"
     )
 
 
 def _sweep(options: argparse.Namespace) -> Report:
+    from shardplan.placement.chains import cores
     from shardplan.report import Progress
     from shardplan.report.draw import picture_format
     from shardplan.report.sweep_text import sweep_text
     from shardplan.shell.sweep import sweep
-    from shardplan.shell.target import load_factory, read_options, use_cpu
+    from shardplan.shell.target import read_options, use_cpu
 
     check_outputs({"-o": options.output, "--draw": options.draw}, options)
     if options.draw is not None:
@@ -54,12 +60,13 @@ def _sweep(options: argparse.Namespace) -> Report:
     use_cpu()
     with Progress() as progress, interrupts.before("the first point was planned"):
         swept = sweep(
-            load_factory(options.target),
+            _Named(options.target),
             vary=vary,
             options=read_options(options.set),
             price=price,
             name=options.target,
             observer=progress,
+            workers=cores() if options.workers is None else options.workers,
             cluster=options.cluster,
             **planning_options(options),
         )
@@ -73,6 +80,30 @@ def _sweep(options: argparse.Namespace) -> Report:
         swept.draw(options.draw)
         text += f"\n\ndrawn in {options.draw}"
     return Report(text, swept.json, passed=any(p.error is None for p in swept.points))
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The factory that a TARGET names, in each process.
+
+    Raises:
+        TargetError: if it does not exist.
+    """
+
+    target: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._factory)
+
+    def __call__(self, **own: Any) -> Any:
+        return self._factory(**own)
+
+    @property
+    def _factory(self) -> Callable[..., Any]:
+        from shardplan.shell.target import load_factory
+
+        return load_factory(self.target)
 
 
 def read_vary(texts: Sequence[str]) -> dict[str, list[Any]]:

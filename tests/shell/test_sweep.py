@@ -21,7 +21,7 @@ from shardplan.report.sweep_text import sweep_text
 from shardplan.shell import sweep as swept
 from shardplan.shell.cli import main
 
-MLP = ["sweep", "models.mlp:train_step", "--set", "layers=2"]
+MLP = ["sweep", "models.mlp:train_step", "--set", "layers=2", "--workers", "1"]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -233,6 +233,22 @@ def test_an_interrupt_keeps_the_points_so_far(run: Run, monkeypatch: pytest.Monk
     assert err == "shardplan: interrupted: 2 of 4 points are done\n"
     code, text, err = run(*MLP, "--cluster", "2x2", "--vary", "batch=16,32")
     assert (code, text, err) == (130, "", "shardplan: interrupted before the first point was planned\n")
+
+
+def test_several_processes_find_what_one_finds(run: Run) -> None:
+    words = ["--vary", "batch=16,32,48", "--vary", "cluster=2x2,4", "--vary", "memory=auto,50KiB", "--json"]
+    one, several = (json.loads(run(*MLP[:-1], workers, *words)[1]) for workers in ("1", "2"))
+    assert one == several
+    assert len(one["points"]) == 12
+
+
+def test_what_other_processes_cannot_have_is_refused() -> None:
+    with pytest.raises(ShardplanError, match=r"workers=2: the factory or a setting cannot be sent .*, or workers=1"):
+        shardplan.sweep(lambda batch: _factory(batch), vary={"batch": [32, 64]}, cluster="2x2", workers=2)
+    wrong: Any
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ShardplanError, match=f"workers={wrong!r} is not a positive whole number"):
+            shardplan.sweep(_factory, vary={"batch": [32]}, cluster="2x2", workers=wrong)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

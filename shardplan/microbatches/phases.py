@@ -21,9 +21,6 @@ from shardplan.schedule.instructions import blocks_of, results_of
 from shardplan.tdl import linear_sets
 from shardplan.tdl.kernels import casts, drops_ones
 
-_SUMS = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}
-"""A sum over microbatches is whole once it is complete, even if a plan over devices would scatter it."""
-
 
 class When(IntEnum):
     """When an instruction runs, or when a value is there."""
@@ -168,10 +165,7 @@ class _Sorter:
                 raise _mixed(move.line, f"each microbatch reads its part of the sum of {value.line}")
             self.values[move.result] = _BLOCK
             return When.EACH
-        if kinds == {Collective.ALL_GATHER} and value.when is When.AFTER:
-            self.values[move.result] = value  # the sum was to be scattered, and is whole
-            return When.AFTER
-        if not kinds <= _SUMS or not move.before.partial or move.reducer in PAIRS:
+        if kinds != {Collective.ALL_REDUCE} or move.reducer in PAIRS:
             raise _mixed(move.line, "it needs the values of all microbatches at once")
         self.values[move.result] = _Value(When.EACH, same=False, term=move.reducer, line=move.line)
         return When.EACH

@@ -1,18 +1,21 @@
 """How each op of a step is cut over microbatches: the plan of a machine whose only level is time.
 
-The batch is split, state and weights are whole, and a byte that one microbatch needs from another costs so much that the cut
-needs as few as possible. The moves that remain are sums over all microbatches; `phases` refuses any others.
+A value that is made of the batch has one legal layout: it is split along its batch dim, or whole if it has none, as a sum over
+all microbatches has. Any other value (a weight, noise from a key) may be whole or split, and shares no layout with values of the
+batch, whatever its shape: an op that meets a split value takes a slice. A byte that one microbatch needs from another costs so
+much that the cut needs as few as possible. The moves that remain are sums over all microbatches; `phases` refuses any others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from shardplan.collectives.reshard import split_dims
 from shardplan.cost import TIME
 from shardplan.errors import MicrobatchError
 from shardplan.graph import flatten
-from shardplan.ir import Factor, Program
+from shardplan.ir import Factor, Program, Tensor
 from shardplan.mesh import Cluster, Device
 from shardplan.mesh.machine import Level
 from shardplan.schedule import Block, PlannedProgram, planned_program
@@ -21,15 +24,18 @@ from shardplan.schedule.passes.dedupe import shared
 from shardplan.schedule.passes.extents import with_extents
 from shardplan.schedule.passes.prune import pruned
 from shardplan.schedule.spelling import spelled_out
-from shardplan.search.baselines.recipes import batch_limits
+from shardplan.search.baselines.batch_dims import Examples, depending, follow
 from shardplan.search.coarsening import coarsen
-from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.composite_strategies import Cuts
 from shardplan.search.problem.extract import Extractor
+from shardplan.search.problem.pricing import Domain, Limits
 from shardplan.search.problem.problem import Problem
 
 AXIS = "microbatch"
+_WHOLE = -1
+"""The kind of a value that is made of the batch and has no batch dim."""
 _BYTE_S = 1e-12
 _FLOP_S = 1e-30
 """A byte between microbatches costs more than all the compute of a step, so the cut with the fewest bytes wins."""
@@ -50,26 +56,54 @@ def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequ
     level = Level(AXIS, count, 1 / _BYTE_S, 0.0)
     device = Device("time", {"float32": 1 / _FLOP_S}, 1 / _FLOP_S, 1 << 62, launch_s=0.0)
     cluster, factors = Cluster(f"{count} microbatches", (level,), device), (Factor(AXIS, count, 0),)
-    problem = Problem(graph, coarsen(graph, "timesteps"), cluster, factors, objective=TIME)
-    domains = list(problem.domains)
-    for i, t in enumerate(graph.inputs):
-        v = problem.coarse.of[t]
-        if v == FREE:
-            continue
-        roles = problem.space(v).roles
-        wanted = 0 if i in batch else -1
-        domains[v] = tuple(s for s in domains[v] if roles[s][0] == wanted)
-        if not domains[v]:
-            raise MicrobatchError(
-                f"{program.input_paths[i]} shares its layout with an argument that is {'whole' if i in batch else 'the batch'}"
-            )
+    inputs = [graph.inputs[i] for i in batch]
+    examples, made = follow(graph, inputs, forward=True), depending(graph, inputs)
+    kinds = [_kind(t, examples) if t.id in made else None for t in graph.tensors]
+    problem = Problem(graph, coarsen(graph, kinds=kinds), cluster, factors, objective=TIME)
+    domains = _domains(problem, kinds)
     solver = Solver(problem, memory.liveness(problem, frozenset()))
-    solution, seconds = solver.minimum(AXIS, domains, limits=batch_limits(problem, [graph.inputs[i] for i in batch]))
+    solution, seconds = solver.minimum(AXIS, domains, limits=_limits(problem, examples, made, count))
     if not math.isfinite(seconds):
         raise MicrobatchError(f"no cut of this step into {count} microbatches exists")
     extractor = Extractor.of(problem)
     choices = extractor.choices(extractor.decide(solution))
     return planned_program(program, graph, choices, cluster, factors, overlaps=False, programs=problem.programs)
+
+
+def _kind(tensor: Tensor, examples: Examples) -> int:
+    """The dim of a tensor's layout space along which the batch splits it, or `_WHOLE`."""
+    own, batch = split_dims(tensor.shape), examples.batch[tensor.id]
+    return own.index(batch) if batch in own else _WHOLE
+
+
+def _domains(problem: Problem, kinds: Sequence[int | None]) -> list[Domain]:
+    """The layouts that each variable may have: those of its kind, and the arguments of no kind are whole."""
+    arguments = {problem.coarse.of[t] for t in problem.graph.inputs}
+    result: list[Domain] = []
+    for variable, domain in zip(problem.coarse.variables, problem.domains, strict=True):
+        kind, roles = kinds[variable.tensors[0]], problem.space(variable.id).roles[:, 0]
+        if kind is None and variable.id in arguments:
+            kind = _WHOLE
+        match kind:
+            case None:
+                own = domain
+            case -1:
+                own = tuple(s for s in domain if roles[s] < 0)
+            case dim:
+                own = tuple(s for s in domain if roles[s] == dim)
+        result.append(own or domain)
+    return result
+
+
+def _limits(problem: Problem, examples: Examples, made: Set[int], count: int) -> Limits:
+    """An op on values that are ``made`` of the batch is cut along the batch, or not at all."""
+    result: dict[int, Cuts] = {}
+    for n in problem.coarse.joins:
+        node = problem.graph.nodes[n]
+        if node.signature.description is not None and not made.isdisjoint(node.inputs):
+            loops = frozenset(v for v in examples.loops(node)[0] if node.signature.cut(v, count) is not None)
+            result[n] = (loops or frozenset({-1}),)
+    return Limits(result)
 
 
 def instructions(planned: PlannedProgram) -> Block:

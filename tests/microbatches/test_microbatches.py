@@ -201,7 +201,11 @@ def test_a_mean_that_weights_decide_is_refused_with_its_line() -> None:
 
 def test_an_array_that_has_the_shape_of_a_result_is_taken_for_state_and_the_error_says_so() -> None:
     def step(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
-        (value, made), gradient = jax.value_and_grad(lambda w: (jnp.mean((x @ w - y) ** 2), x @ w), has_aux=True)(w)
+        def loss(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = x @ w - jnp.mean(x @ w, 0)  # of the whole batch
+            return jnp.mean((h - y) ** 2), h
+
+        (value, made), gradient = jax.value_and_grad(loss, has_aux=True)(w)
         return w - 0.1 * gradient, value, made
 
     args = jnp.ones((4, 2)), jnp.ones((8, 4)), jnp.ones((8, 2))

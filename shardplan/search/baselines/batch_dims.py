@@ -41,8 +41,11 @@ class Examples:
         return frozenset(over_batch), frozenset(over_data)
 
 
-def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
-    """Follows the dims of these input tensors. The last dim of an array without integers is its features and does not count."""
+def follow(graph: Graph, inputs: Sequence[int], *, forward: bool = False) -> Examples:
+    """Follows the dims of these input tensors. The last dim of an array without integers is its features and does not count.
+
+    With ``forward``, only values that are made of these inputs have such dims.
+    """
     stacks = frozenset(link.source for link in graph.links if link.lift == 1)
     batch: list[int | None] = [None] * len(graph.tensors)
     data: list[set[int]] = [set() for _ in graph.tensors]
@@ -52,18 +55,18 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
         features = rank > 1 and not tensor.dtype.startswith(("int", "uint"))
         data[t] = set(range(rank - features))
         batch[t] = min(int(t in stacks), rank - 1) if rank else None
-    given = _given(graph)
+    given = depending(graph, graph.inputs)
     changed = True
     while changed:  # repeated for values that loops carry
         changed = False
         for node in graph.nodes:
             for t, dim, is_batch in _through(node, batch, data):
                 changed |= _mark(t, dim, dim == 1 if t in stacks else is_batch, batch, data)
-        for node in reversed(graph.nodes):
+        for node in () if forward else reversed(graph.nodes):
             for t, dim, is_batch in _met(node, given, batch, data):
                 changed |= _mark(t, dim, is_batch, batch, data)
         for link in graph.links:
-            for dim in sorted(data[link.target]) if link.source not in given else ():
+            for dim in sorted(data[link.target]) if not forward and link.source not in given else ():
                 if 0 <= dim + link.lift < len(graph.tensors[link.source].shape):
                     is_batch = batch[link.target] == dim
                     changed |= _mark(link.source, dim + link.lift, is_batch, batch, data)
@@ -75,9 +78,9 @@ def follow(graph: Graph, inputs: Sequence[int]) -> Examples:
     return Examples(tuple(batch), tuple(frozenset(d) for d in data))
 
 
-def _given(graph: Graph) -> frozenset[int]:
-    """The tensors that depend on an input of the step."""
-    given = set(graph.inputs)
+def depending(graph: Graph, inputs: Sequence[int]) -> frozenset[int]:
+    """The tensors that depend on one of these inputs of the step, and the inputs."""
+    given = set(inputs)
     known = -1
     while known < len(given):
         known = len(given)

@@ -126,13 +126,6 @@ def written(
     return _make(problem, _facts(problem, limited=True), recipe, limited=True)
 
 
-def batch_limits(problem: Problem, inputs: Sequence[int]) -> Limits:
-    """Limits under which each op may cut its loops over the batch dim of these input tensors, over all factors, and no other."""
-    loops = _loops(problem, follow(problem.graph, inputs), {})
-    recipe = _Recipe("batch", data=tuple(range(len(problem.sizes))))
-    return Limits({n: _cuts(problem.graph.nodes[n].signature, own, recipe, problem.sizes) for n, own in loops.items()})
-
-
 def groupings(count: int) -> tuple[Groups, ...]:
     """The ways to split the factors into a slower and a faster group."""
     every = tuple(range(count))

@@ -13,6 +13,8 @@ pass and one for the backward pass. The backward view is the forward copy, kept,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.gradient_pairing import pair
 from shardplan.search.coarsening.layers import share_layers
@@ -23,13 +25,19 @@ from shardplan.search.coarsening.views import add_views
 __all__ = ["FREE", "Coarse", "Variable", "coarsen"]
 
 
-def coarsen(graph: Graph, one_choice: OneChoice = "timesteps", alone: frozenset[int] = frozenset()) -> Coarse:
+def coarsen(
+    graph: Graph,
+    one_choice: OneChoice = "timesteps",
+    alone: frozenset[int] = frozenset(),
+    kinds: Sequence[object] | None = None,
+) -> Coarse:
     """Groups the tensors of a graph into variables; ``one_choice`` says which tensors share a layout though they need not.
 
     ``alone`` are arguments that share a layout only with the outputs that replace them; their readers use layouts of their own.
+    Tensors of different ``kinds`` [tensors] share no layout.
     """
     marks = mark(graph, alone)
-    sets = Sets(len(graph.tensors))
+    sets = Sets(len(graph.tensors), kinds)
     for link in graph.links:
         if link.same:
             sets.union(link.source, link.target)

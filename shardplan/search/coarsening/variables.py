@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -76,10 +76,11 @@ class Coarse:
 
 
 class Sets:
-    """Union-find. The smallest member names the set."""
+    """Union-find. The smallest member names the set. Members of different ``kinds``, if given, stay in different sets."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, kinds: Sequence[object] | None = None) -> None:
         self.parent = list(range(n))
+        self.kinds = kinds
 
     def find(self, x: int) -> int:
         """The name of the set that contains ``x``."""
@@ -90,7 +91,7 @@ class Sets:
         return x
 
     def union(self, a: int, b: int) -> None:
-        """Merges the sets of ``a`` and ``b``."""
+        """Merges the sets of ``a`` and ``b``, if they are of one kind."""
         a, b = self.find(a), self.find(b)
-        if a != b:
+        if a != b and (self.kinds is None or self.kinds[a] == self.kinds[b]):
             self.parent[max(a, b)] = min(a, b)

@@ -14,7 +14,10 @@ from hypothesis import assume, given, settings
 
 import shardplan
 from models import gpt, llama, mlp
+from shardplan.frontend.trace import trace
+from shardplan.graph import flatten
 from shardplan.mesh import Cluster
+from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.problem import Problem
@@ -106,3 +109,16 @@ def test_terms_that_two_ops_read_are_added_up_once() -> None:
     reduced = Counter((i.tensor, i.step.before, i.step.after) for i in issued if i.step.before.partial and not i.again)
     assert set(reduced.values()) == {1}
     assert plan.step_time_s == pytest.approx(plan.searched_s, rel=0.003)
+
+
+def test_tensors_of_different_kinds_share_no_layout() -> None:
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(x) * jnp.sin(y)
+
+    graph = flatten(trace(step, steps.array(8, 4), steps.array(8, 4)).program)
+    assert len(coarsen(graph).variables) == 1
+    x, y = graph.inputs
+    kinds = [t.id in (y, *(o for n in graph.nodes if n.inputs == (y,) for o in n.outputs)) for t in graph.tensors]
+    of = coarsen(graph, kinds=kinds).of
+    assert of[x] == of[graph.outputs[0]] != of[y]
+    assert {of[t.id] for t in graph.tensors if kinds[t.id]} == {of[y]}

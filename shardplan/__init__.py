@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardplan.errors import (
         AgreementError,
         ArgumentError,
+        AxisError,
         CalibrationError,
         CheckError,
         ClusterError,
@@ -67,6 +68,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "ArgumentError",
+    "AxisError",
     "CalibrationError",
     "CheckError",
     "Cluster",

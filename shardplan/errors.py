@@ -24,6 +24,18 @@ class ClusterError(ShardplanError):
         self.where = where
 
 
+class AxisError(ClusterError):
+    """An axis that the step cannot use for its ``purpose``. ``size`` is what was asked for, ``loops`` the kind of loops that it
+    cuts.
+    """
+
+    def __init__(self, message: str, *, purpose: str, size: int, loops: str | None) -> None:
+        super().__init__(message)
+        self.purpose = purpose
+        self.size = size
+        self.loops = loops
+
+
 class UnequalDevicesError(ClusterError):
     """A cluster of which single devices or links differ, where all must be equal. ``key`` is that of the cluster file."""
 

@@ -54,6 +54,12 @@ def cluster_devices(cluster: Cluster, devices: Sequence[Any] | None = None) -> n
         twice = next(d for i, d in enumerate(found) if d in found[:i])
         raise DeviceError(f"devices names {twice} twice: give each device once")
     if len(found) < cluster.size:
+        if devices is not None:
+            fewer = f", or plan for a cluster of {len(found)}" if found else ""
+            raise DeviceError(
+                f"the cluster {cluster.name!r} has {cluster.size} devices, and devices= gives {len(found)}: give {cluster.size} "
+                f"or more{fewer}"
+            )
         kind = f" ({found[0].platform})" if len(found) else ""
         raise DeviceError(
             f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; to simulate them on "

@@ -31,9 +31,11 @@ from shardplan.microbatches.whole_ops import operand_of, whole_op
 from shardplan.regions.loops import MARK
 from shardplan.schedule import Barrier, Block, Compute, Cond, Instruction, Move, PlannedProgram, Scan, While
 
+AT_ONCE = "plan it with microbatches=1"
 
-def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = ()) -> Program:
-    """The program of a step as a scan over microbatches, with the arguments and results of the step.
+
+def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str] = (), remedy: str = AT_ONCE) -> Program:
+    """The program of a step as a scan over microbatches, with the arguments and results of the step. ``remedy`` is for its error.
 
     Raises:
         MicrobatchError: if the step cannot be cut so, with the source line that stands in the way.
@@ -53,7 +55,9 @@ def microbatched(program: Program, parts: Microbatches, replicate: Sequence[str]
         lengths, replaced = {shapes[i][0] for i in parts.batch}, {i for i in program.feedback if i is not None}
         state = [i for i in sorted(replaced.difference(parts.batch)) if shapes[i] and shapes[i][0] in lengths]
         as_state = f" (taken for state, as results have their shapes: {_few(program, state)})" if state else ""
-        text = f"{error}. Taken for the batch: {_few(program, parts.batch)}; batch_argnums names other arguments{as_state}"
+        text = (
+            f"{error}; {remedy}. Taken for the batch: {_few(program, parts.batch)}; batch_argnums names other arguments{as_state}"
+        )
         raise MicrobatchError(text) from error
 
     def step(*leaves: Any) -> list[Any]:

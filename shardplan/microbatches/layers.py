@@ -33,6 +33,8 @@ from shardplan.regions.layer_parts import LayerParts, scope_of
 from shardplan.schedule import Cut
 from shardplan.tdl import Strategy
 
+_ON_ALL_DEVICES = "plan it without the axis 'stage', as a pipeline runs in microbatches, and with microbatches=1"
+
 
 def in_layer_parts(
     program: Program, count: int, batch: Sequence[int] = (), replicate: Sequence[str] = ()
@@ -83,9 +85,10 @@ def staged_program(program: Program, parts: Microbatches, stages: int, replicate
     """
     found = in_layer_parts(program, stages, parts.batch, replicate)
     if found is None:
-        return Staged(microbatched(program, parts, replicate), None)
+        return Staged(microbatched(program, parts, replicate, _ON_ALL_DEVICES), None)
     program, layers = found
-    return Staged(microbatched(program, replace(parts, batch=layers.parts_of(parts.batch)), replicate), layers)
+    parts = replace(parts, batch=layers.parts_of(parts.batch))
+    return Staged(microbatched(program, parts, replicate, _ON_ALL_DEVICES), layers)
 
 
 def looped_layers(program: Program, batch: Sequence[int] = ()) -> int:

@@ -313,4 +313,4 @@ def _early(value: _Value) -> MicrobatchError:
 
 
 def _mixed(line: str, what: str) -> MicrobatchError:
-    return MicrobatchError(f"the step cannot be cut into microbatches: at {line}, {what}; plan it with microbatches=1")
+    return MicrobatchError(f"the step cannot be cut into microbatches: at {line}, {what}")

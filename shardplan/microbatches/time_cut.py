@@ -18,6 +18,7 @@ from shardplan.graph import flatten
 from shardplan.ir import Factor, Program, Tensor
 from shardplan.mesh import Cluster, Device
 from shardplan.mesh.machine import Level
+from shardplan.microbatches.counts import batch_rows, nearest_divisors
 from shardplan.schedule import Block, PlannedProgram, planned_program
 from shardplan.schedule.changes import in_single_steps
 from shardplan.schedule.passes.dedupe import shared
@@ -51,7 +52,8 @@ def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequ
         shape = program.tensors[program.inputs[i]].shape
         if not shape or shape[0] % count:
             where = f"{program.input_paths[i]} has the shape {list(shape)}"
-            raise MicrobatchError(f"{where}, whose first dim does not divide into {count} microbatches: choose a divisor of it")
+            fitting = nearest_divisors(batch_rows(program, batch), count)
+            raise MicrobatchError(f"{where}, whose first dim does not divide into {count} microbatches: choose {fitting}")
     graph = flatten(program, replicate=replicate)
     level = Level(AXIS, count, 1 / _BYTE_S, 0.0)
     device = Device("time", {"float32": 1 / _FLOP_S}, 1 / _FLOP_S, 1 << 62, launch_s=0.0)

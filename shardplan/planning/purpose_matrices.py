@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.errors import ClusterError, PinError, ShardplanError
+from shardplan.errors import AxisError, ClusterError, PinError, ShardplanError
 from shardplan.graph.nodes import Graph
 from shardplan.ir import Factor
 from shardplan.mesh import Cluster, factors, matrices
@@ -176,7 +176,7 @@ class _Search:
         except ClusterError as error:
             return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {error}: give fewer axes"))
         loops = ContractionLoops(problem)
-        _check_used(loops, of)
+        _check_used(loops, self.axes)
         outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted, lambda part: first + share * part)
         if outcome is None:
             return None
@@ -236,7 +236,7 @@ def _unused(found: Found) -> tuple[int, ...]:
     return tuple(f for f, (of, shares) in rows if of != "replica" and not (met[of] and of in dict(shares)))
 
 
-def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterError:
+def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> AxisError:
     """The reason why a matrix does not serve a purpose: none of the loops of that purpose can be cut so often."""
     problem, outcome = found
     assert wanted.axes is not None
@@ -253,18 +253,22 @@ def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> ClusterErro
     what = "no weight that it reads is stored split by" if purpose == "fsdp" else "nothing is cut by"
     divides = any(extent % size == 0 for extent in extents)
     pins = f", or leave out the pins on {', '.join(map(repr, wanted.pins))}" if wanted.pins and divides else ""
-    return ClusterError(
+    return AxisError(
         f"axes={_text(wanted.axes)}: {what} {size} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
-        f"give sizes that divide them and the weights{pins}"
+        f"give sizes that divide them and the weights{pins}",
+        purpose=purpose,
+        size=size,
+        loops=_KINDS[purpose],
     )
 
 
-def _check_used(loops: ContractionLoops, of: Sequence[Purpose]) -> None:
+def _check_used(loops: ContractionLoops, axes: Mapping[Purpose, int]) -> None:
     """Refuses a purpose whose loops no contraction of the step has."""
     kinds = {kind for node in loops.contractions for kind in loops.kinds(node).values()}
-    for purpose in dict.fromkeys(of):
-        if _KINDS[purpose] is not None and _KINDS[purpose] not in kinds:
-            raise ClusterError(f"axes: no product of this step has a loop for {purpose!r}: leave it out, or give it size 1")
+    for purpose, size in axes.items():
+        if size > 1 and _KINDS[purpose] is not None and _KINDS[purpose] not in kinds:
+            message = f"axes: no product of this step has a loop for {purpose!r}: leave it out, or give it size 1"
+            raise AxisError(message, purpose=purpose, size=size, loops=_KINDS[purpose])
 
 
 def _text(axes: Mapping[Purpose, int]) -> str:

@@ -177,9 +177,7 @@ def _cut(body: Program, forward: Sequence[Op], shape: tuple[int, int], seconds: 
     crossing = np.cumsum(change)[: len(forward) - 1]
     inside = np.flatnonzero(crossing > 0)
     if len(inside) < count - 1:
-        raise PlacementError(
-            f"the forward pass cannot be cut into {count} stages, as only {len(inside) + 1} ops follow each other"
-        )
+        raise _too_few(forward, len(inside) + 1, shape)
     if (cuts := _between_layers(forward, crossing, shape)) is not None:
         return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
     half = cost[-1] / count * CONSTANTS.stage_window
@@ -189,6 +187,20 @@ def _cut(body: Program, forward: Sequence[Op], shape: tuple[int, int], seconds: 
     narrow = inside[crossing[inside] <= least]
     cuts = _balanced(cost, narrow if len(narrow) >= count - 1 else inside, count)
     return {op.id: int(np.searchsorted(cuts, n)) for n, op in enumerate(forward)}
+
+
+def _too_few(forward: Sequence[Op], most: int, shape: tuple[int, int]) -> PlacementError:
+    """The refusal of a forward pass that has places for ``most`` chunks, with the lines that it runs over."""
+    count, groups = shape
+    lines = dict.fromkeys(str(op.source) for op in (*forward[:1], *forward[-1:]))
+    where = f" ({' to '.join(lines)})" if lines else ""
+    what = f"{groups} stages" + (f" of {count // groups} chunks" if count > groups else "")
+    if most >= groups:
+        remedy = f"give at most chunk={most // groups}"
+    else:
+        remedy = f"give at most stage={most}" if most > 1 else "plan it without the axis 'stage'"
+    follow = f"only {most} ops follow" if most > 1 else "no ops follow"
+    return PlacementError(f"the forward pass{where} cannot be cut into {what}, as {follow} each other: {remedy}")
 
 
 def _between_layers(forward: Sequence[Op], crossing: Floats, shape: tuple[int, int]) -> Ints | None:

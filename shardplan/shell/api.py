@@ -44,6 +44,7 @@ from shardplan.search.inference import anytime
 from shardplan.search.inference.anytime import Observer, best_of
 from shardplan.search.session import Session
 from shardplan.search.strategy.unused_axes import idle
+from shardplan.shell.axis_causes import naming_microbatches
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, chunks_in, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
@@ -206,7 +207,8 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted:
     program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
     ways = planned_in_host_memory if hosted == "auto" else planned
     program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
-    made = ways(program, asked.searcher, asked.limit.origin, recompute=recompute)
+    with naming_microbatches(asked.traced.program, asked.microbatches):
+        made = ways(program, asked.searcher, asked.limit.origin, recompute=recompute)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=asked.traced, program=made.planned.program, graph=made.session.graph, step=asked.step,

@@ -92,24 +92,35 @@ def checked_axes(
 
 
 def stages_in(axes: Mapping[str, int] | None) -> tuple[int, Mapping[str, int] | None]:
-    """(the number of stages that the user asks for, the axes inside each; None where the search may choose)."""
+    """(the number of stages that the user asks for, the axes inside each; None where the search may choose).
+
+    Raises:
+        ClusterError: for a value that is not a whole number above 0.
+    """
     if not isinstance(axes, Mapping) or "stage" not in axes:
         return 1, axes
+    if not _is_size(axes["stage"]):
+        raise ClusterError(f"axes: stage={axes['stage']!r} is no number of stages: give a whole number, such as 2")
     others = {name: size for name, size in axes.items() if name not in ("stage", "chunk")}
-    return axes["stage"], others or None
+    return int(axes["stage"]), others or None
 
 
 def chunks_in(axes: Mapping[str, int] | None) -> int | None:
     """The number of chunks of layers in each stage that the user asks for; None where the planner may choose.
 
     Raises:
-        ClusterError: for a value that is not a whole number above 0.
+        ClusterError: for a value that is not a whole number above 0, and for chunks without stages.
     """
-    if not isinstance(axes, Mapping) or "stage" not in axes or "chunk" not in axes:
+    if not isinstance(axes, Mapping) or "chunk" not in axes:
         return None
+    if "stage" not in axes:
+        raise ClusterError(
+            f"axes: chunk={axes['chunk']!r} is the number of chunks of layers in each stage of a pipeline: give 'stage' too, or "
+            "leave it out"
+        )
     if not _is_size(axes["chunk"]):
         raise ClusterError(f"axes: chunk={axes['chunk']!r} is no number of chunks: give 1, 2 or more, or leave it out")
-    return axes["chunk"]
+    return int(axes["chunk"])
 
 
 def read_axes(texts: Sequence[str], option: str = "--axes") -> dict[str, int] | None:

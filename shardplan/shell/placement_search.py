@@ -19,7 +19,8 @@ from shardplan.graph import flatten
 from shardplan.ir import Microbatches, Program
 from shardplan.mesh import Cluster
 from shardplan.microbatches.accumulating import checked_microbatches
-from shardplan.microbatches.layers import Staged, looped_layers, staged_program
+from shardplan.microbatches.counts import batch_rows
+from shardplan.microbatches.layers import Staged, staged_program
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.placement_problem import PlacementProblem, problem_of
@@ -29,12 +30,11 @@ from shardplan.planning.fallback import Fallback
 from shardplan.plans.data import TriedPlacement
 from shardplan.plans.placed_data import AutoPlacement
 from shardplan.report.tables import seconds, size
-from shardplan.search.coarsening.layers import equal_blocks
 from shardplan.search.inference import anytime
 from shardplan.search.inference.bound import least_s
 from shardplan.shell.made_plans import Asked
 from shardplan.shell.placed_plan import PlacedPlan
-from shardplan.shell.placements import assignment_of, placed_plan, refuse_with_groups, staged_plan
+from shardplan.shell.placements import assignment_of, blocks_of, placed_plan, refuse_with_groups, staged_plan, warn_of_chunks
 from shardplan.shell.plan_of_step import Plan
 
 BatchArgnums = Sequence[int] | int | None
@@ -67,6 +67,7 @@ def best_microbatches(asked: Asked, stages: int, each: int | None, batch_argnums
         ShardplanError: the first candidate's error, if there is no plan.
     """
     refuse_with_groups({"backend": asked.searcher.wanted.backend != "explicit"})
+    warn_of_chunks(asked, stages, each)
     search = _Search(asked, batch_argnums)
     search.over(partial(search.stages, stages, each))
     return search.result(None)
@@ -80,7 +81,7 @@ def stage_counts(cluster: Cluster, blocks: int) -> tuple[int, ...]:
 
 def microbatch_counts(program: Program, batch: Sequence[int], stages: int) -> tuple[int, ...]:
     """The numbers of microbatches to try with S stages: divisors of the batch from S to 8 S, each at least twice the last."""
-    rows = math.gcd(*(program.tensors[program.inputs[i]].shape[0] for i in batch))
+    rows = batch_rows(program, batch)
     found: list[int] = []
     for m in range(stages, min(rows, 8 * stages) + 1):
         if rows % m == 0 and m >= 2 * (found[-1] if found else 0):
@@ -133,9 +134,7 @@ class _Search:
 
     @cached_property
     def _blocks(self) -> int:
-        """The number of consecutive equal blocks in the forward pass, or of layers in its loop."""
-        program = self._asked.traced.program
-        return max(equal_blocks(flatten(program, replicate=self._asked.searcher.replicate)), looped_layers(program))
+        return blocks_of(self._asked.traced.program, self._asked.searcher.replicate)
 
     def pipelines(self) -> None:
         """Tries pipelines."""

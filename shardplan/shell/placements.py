@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -18,7 +19,8 @@ from shardplan.errors import ClusterError, MemoryLimitError, PlacementError, Sha
 from shardplan.graph import flatten
 from shardplan.ir import Program
 from shardplan.mesh import Cluster
-from shardplan.microbatches.layers import Staged, staged_program
+from shardplan.microbatches.counts import nearest_divisors
+from shardplan.microbatches.layers import Staged, looped_layers, staged_program
 from shardplan.placement.device_groups import used_groups
 from shardplan.placement.device_topology import machine_of
 from shardplan.placement.grouping import operator_graph
@@ -41,8 +43,11 @@ from shardplan.regions.stages import stages_of
 from shardplan.regions.virtual_stages import two_chunks
 from shardplan.search.coarsening.layers import equal_blocks
 from shardplan.search.inference import anytime
+from shardplan.shell.axis_causes import naming_microbatches
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.placed_plan import PlacedPlan
+
+_log = logging.getLogger("shardplan")
 
 _Way = TypeVar("_Way")
 
@@ -70,6 +75,7 @@ def on_groups(asked: Asked, stages: int, each: int | None, placement: PlacementL
     refuse_with_groups({"backend": wanted.backend != "explicit"})
     if stages > 1:
         refuse_with_groups({"placement": placement != "one"})
+        warn_of_chunks(asked, stages, each)
         return staged_plan(asked, stages, each)
     refuse_with_groups({"microbatches": asked.microbatches.count > 1, "axes": wanted.axes, "factors": wanted.factors})
     origin = placement if isinstance(placement, str) else type(placement).__name__
@@ -167,7 +173,8 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
 
     few = one_f_one_b(len(chunks), cut.count).most_held
     fewer = [tuple(min(n, max(few) >> halvings) for n in few) for halvings in range(max(few).bit_length())]
-    return _fastest(planned, (*dict.fromkeys(fewer), None))
+    with naming_microbatches(asked.traced.program, asked.microbatches):
+        return _fastest(planned, (*dict.fromkeys(fewer), None))
 
 
 def _fastest(planned: Callable[[_Way], tuple[PlacedPlan, bool]], ways: Sequence[_Way]) -> PlacedPlan:
@@ -203,14 +210,39 @@ def _step_s(plan: PlacedPlan) -> float:
     return plan.step_time_s
 
 
+def blocks_of(program: Program, replicate: Sequence[str] = ()) -> int:
+    """The number of consecutive equal blocks in the forward pass of a step, or of layers in its loop."""
+    return max(equal_blocks(flatten(program, replicate=replicate)), looped_layers(program))
+
+
+def warn_of_chunks(asked: Asked, stages: int, each: int | None) -> None:
+    """Warns of a pipeline with more chunks of layers than there are equal blocks: some chunks may be parts of a block."""
+    blocks, chunks = blocks_of(asked.traced.program, asked.searcher.replicate), stages * (each or 1)
+    if not 1 < blocks < chunks:
+        return
+    fewer = max(n for n in range(1, blocks + 1) if asked.searcher.cluster.size % n == 0)
+    if blocks >= stages:
+        other = f"chunk={blocks // stages}"
+    else:
+        other = f"stage={fewer}" if fewer > 1 else "a plan without 'stage'"
+    _log.warning(
+        "axes: the forward pass has %d equal blocks in a row, and %d chunks may cut through them, so that more bytes cross and "
+        "stages wait more often: compare plan.step_time_s with %s",
+        blocks,
+        chunks,
+        other,
+    )
+
+
 def stage_groups(cluster: Cluster, stages: int) -> tuple[Group, ...]:
     """The devices of each stage: consecutive ones, so that stages differ at the slowest levels.
 
     Raises:
         ClusterError: for a number of stages that does not divide the devices.
     """
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or cluster.size % stages:
-        raise ClusterError(f"axes: stage={stages!r} does not divide the {cluster.size} devices of {cluster.name!r}")
+    if cluster.size % stages:
+        fitting = nearest_divisors(cluster.size, stages)
+        raise ClusterError(f"axes: stage={stages} does not divide the {cluster.size} devices of {cluster.name!r}: give {fitting}")
     size = cluster.size // stages
     return tuple(tuple(range(g * size, (g + 1) * size)) for g in range(stages))
 

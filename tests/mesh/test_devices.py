@@ -31,10 +31,12 @@ def test_the_first_devices_are_used_where_there_are_more(devices: list[Any]):
 
 def test_too_few_devices_are_refused_with_both_numbers(devices: list[Any]):
     cluster = Cluster.load("4x8")
-    with pytest.raises(DeviceError, match="has 32 devices, 8 are present"):
+    with pytest.raises(DeviceError, match="has 32 devices, and devices= gives 8: give 32 or more, or plan for a cluster of 8"):
         build_mesh(cluster, factors(cluster), {"a": (0,), "b": (1,)}, devices)
-    with pytest.raises(DeviceError, match="has 32 devices, 0 are present"):
+    with pytest.raises(DeviceError, match=r"has 32 devices, and devices= gives 0: give 32 or more$"):
         build_mesh(cluster, factors(cluster), {"a": (0,), "b": (1,)}, [])
+    with pytest.raises(DeviceError, match=r"has 32 devices, \d+ are present \(cpu\); to simulate them"):
+        build_mesh(cluster, factors(cluster), {"a": (0,), "b": (1,)})
 
 
 def test_axes_that_name_a_factor_twice_or_not_at_all_are_refused(devices: list[Any]):

@@ -227,13 +227,13 @@ def test_what_needs_several_microbatches_at_once_is_refused_with_its_line(model:
     step, args = model.train_step()
     with pytest.raises(MicrobatchError, match=f"cannot be cut into microbatches: at .*{where}") as raised:
         shardplan.plan(step, *args, cluster="2", microbatches=2)
-    assert f". Taken for the batch: {data}" in str(raised.value)
+    assert f"; plan it with microbatches=1. Taken for the batch: {data}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"microbatches": 3}, r"x has the shape \[8, 4\], whose first dim does not divide into 3 microbatches"),
+        ({"microbatches": 3}, r"x has the shape \[8, 4\], whose first dim does not divide into 3 microbatches: choose 2 or 4$"),
         ({"microbatches": 0}, "microbatches=0: give a whole number"),
         ({"microbatches": 2, "batch_argnums": 5}, "batch_argnums=5 names no argument"),
         ({"microbatches": 2, "batch_argnums": ()}, "no argument is a batch"),

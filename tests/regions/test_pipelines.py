@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
@@ -216,8 +217,9 @@ def test_the_batch_and_every_weight_are_held_by_one_stage() -> None:
 @pytest.mark.parametrize(
     ("axes", "microbatches", "message"),
     [
-        ({"stage": 3}, 4, "stage=3 does not divide the 8 devices"),
-        ({"stage": 2}, 3, "does not divide into 3 microbatches"),
+        ({"stage": 3}, 4, "stage=3 does not divide the 8 devices of '2x4': give 2 or 4"),
+        ({"stage": "2"}, 4, "stage='2' is no number of stages: give a whole number"),
+        ({"stage": 2}, 3, "does not divide into 3 microbatches: choose 2 or 4$"),
         ({"stage": 2, "data": 8}, 4, "make 8 devices"),
     ],
     ids=str,
@@ -228,18 +230,44 @@ def test_a_pipeline_that_cannot_be_is_refused(axes: dict[str, int], microbatches
         pipeline(step, args, "2x4", microbatches, **axes)
 
 
-def test_a_step_with_fewer_ops_in_a_row_than_stages_is_refused() -> None:
+@pytest.mark.parametrize(("axes", "remedy"), [({"stage": 4}, "at most stage=2"), ({"stage": 2, "chunk": 3}, "at most chunk=1")])
+def test_a_step_with_fewer_ops_in_a_row_than_stages_is_refused(axes: dict[str, int], remedy: str) -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(x @ w, 0)
 
-    with pytest.raises(shardplan.ShardplanError, match="cannot be cut into 4 stages, as only 2 ops follow each other"):
-        pipeline(step, (jnp.ones((4, 4)), jnp.ones((8, 4))), "4", 2, stage=4)
+    message = rf"forward pass \(.*test_pipelines.py:\d+ .* cannot be cut into .*, as only 2 ops follow each other: give {remedy}"
+    with pytest.raises(shardplan.PlacementError, match=message):
+        pipeline(step, (jnp.ones((4, 4)), jnp.ones((8, 4))), "4", 2, **axes)
 
 
-def test_experts_that_share_the_whole_batch_are_not_cut_into_microbatches() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_experts_that_share_the_whole_batch_are_not_cut_into_microbatches(count: int) -> None:
     step, args = moe.train_step()
-    with pytest.raises(shardplan.ShardplanError, match=r"cannot be cut into microbatches: at .*moe.py"):
-        pipeline(step, args, "2x4", 2, stage=2)
+    message = r"cannot be cut into microbatches: at .*moe.py.*; plan it without the axis 'stage', .* and with microbatches=1\. "
+    with pytest.raises(shardplan.MicrobatchError, match=message):
+        pipeline(step, args, "2x4", count, stage=2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "count", "message"),
+    [
+        ({"data": 2}, 32, "1 of 32 samples: instead of microbatches=32, give 16, or a smaller 'data'"),
+        ({"fsdp": 4}, 4, None),
+        ({"fsdp": 4}, 16, "2 of 32 samples: instead of microbatches=16, give 8, or a smaller 'fsdp'"),
+        ({"stage": 2, "data": 4}, 16, "data=4 does not divide the batch of a microbatch"),
+    ],
+    ids=str,
+)
+def test_an_axis_that_divides_the_batch_and_no_microbatch_is_refused_with_both(
+    axes: dict[str, int], count: int, message: str | None
+) -> None:
+    step, args = mlp.train_step(layers=2, batch=32)
+    cluster = str(math.prod(axes.values()))
+    if message is None:
+        assert shardplan.plan(step, *args, cluster=cluster, axes=axes, microbatches=count).microbatches.count == count
+        return
+    with pytest.raises(shardplan.AxisError, match=message):
+        shardplan.plan(step, *args, cluster=cluster, axes=axes, microbatches=count)
 
 
 def test_a_pipeline_holds_what_the_memory_limit_allows() -> None:

@@ -96,7 +96,7 @@ def test_a_file_for_another_step_machine_or_use_is_refused(
         shardplan.DeviceError, match=r"the 2 groups of this plan are parts of 4 devices \(2x2\), and the mesh has 2"
     ):
         shardplan.load(file, step, *args, mesh=Mesh(np.array(jax.devices()[:2]), ("gpu",)))
-    with pytest.raises(shardplan.DeviceError, match="has 4 devices, 2 are present"):
+    with pytest.raises(shardplan.DeviceError, match="has 4 devices, and devices= gives 2"):
         shardplan.load(file, step, *args).jit(step, jax.devices()[:2])
     with pytest.raises(shardplan.PlanFileError, match="a plan on 2 groups of devices, and a plan on all devices is needed here"):
         read(file)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardplan
-from models import gpt
+from models import gpt, mlp
 from shardplan.dag.pipelines import folded, looped
 from shardplan.mesh import Cluster
 from shardplan.placement.device_topology import DeviceTopology
@@ -161,13 +161,23 @@ def test_a_plan_in_chunks_comes_back_from_its_file(chosen: PlacedPlan, tmp_path:
 
 @pytest.mark.parametrize(
     ("axes", "message"),
-    [({"stage": 2, "chunk": 0}, "chunk=0 is no number of chunks"), ({"data": 2, "chunk": 2}, "unsupported purpose 'chunk'")],
+    [({"stage": 2, "chunk": 0}, "chunk=0 is no number of chunks"), ({"data": 2, "chunk": 2}, "chunk=2 .* give 'stage' too")],
     ids=str,
 )
 def test_chunks_that_cannot_be_are_refused(axes: dict[str, int], message: str) -> None:
     step, args = residual()
     with pytest.raises(shardplan.ClusterError, match=message):
         shardplan.plan(step, *args, cluster=near(), axes=axes, microbatches=4)
+
+
+def test_more_chunks_than_equal_blocks_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    step, args = mlp.train_step(layers=6)  # the first layer and the last one have other shapes
+    shardplan.plan(step, *args, cluster="4", axes={"stage": 2, "chunk": 2}, microbatches=4)
+    assert not caplog.records
+    shardplan.plan(step, *args, cluster="4", axes={"stage": 2, "chunk": 3}, microbatches=4)
+    (one,) = caplog.records
+    assert "has 4 equal blocks in a row, and 6 chunks may cut through them" in one.message
+    assert one.message.endswith("compare plan.step_time_s with chunk=2")
 
 
 def as_it_comes(graph: PlacedTaskGraph, devices: DeviceTopology) -> Dispatch:

@@ -81,7 +81,7 @@ def test_a_placement_is_searched_and_the_report_shows_what_was_tried(run: Callab
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", *MLP, "--axes", "data=4,chunk=2"], "unsupported purpose 'chunk'"),
+        (["plan", *MLP, "--axes", "data=4,chunk=2"], "chunk=2 is the number of chunks of layers in each stage"),
         (
             ["simulate", *MLP, "--axes", "stage=2", "--microbatches", "4", "--no-overlap"],
             "overlap and contention of a simulation",

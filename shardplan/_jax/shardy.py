@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class InferredOp:
 
 
 class UnknownShardyError(Exception):
-    """JAX has moved what `inferred` needs."""
+    """JAX has moved what `inferred` needs, or refuses the program."""
 
 
 def inferred(lowered: Any, names: Sequence[str], sizes: Sequence[int]) -> list[InferredOp]:
@@ -34,24 +34,71 @@ def inferred(lowered: Any, names: Sequence[str], sizes: Sequence[int]) -> list[I
     broadcast of HLO is one op, and `jax.numpy.square` a product.
 
     Raises:
-        UnknownShardyError: if JAX has moved its MLIR passes.
+        UnknownShardyError: if JAX has moved its MLIR passes, or they refuse the program.
     """
+    jax = _Jax.found()
     try:
-        convert = importlib.import_module("jax._src.lib")._jax.mlir.xla_computation_to_mlir_module
-        mlir = importlib.import_module("jax._src.interpreters.mlir")
-        ir, passes = (importlib.import_module(f"jaxlib.mlir.{name}") for name in ("ir", "passmanager"))
-        sdy = importlib.import_module("jaxlib.mlir.dialects.sdy")
-        text = convert(lowered.compiler_ir("hlo"))
-        with mlir.make_ir_context(), ir.Location.unknown():
-            module = ir.Module.parse(text)
-            _with_shardings(ir, sdy, module, names, sizes)
-            _inline(ir, module)
-            passes.PassManager.parse("builtin.module(symbol-dce,canonicalize)").run(module.operation)
-            _open_loops(ir, sdy, module)
-            passes.PassManager.parse(f"builtin.module({_PASSES})").run(module.operation)
-            return list(_results(ir, module))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UnknownShardyError(str(error).partition("\n")[0]) from error
+        with jax.context(), jax.ir.Location.unknown():
+            module = jax.ir.Module.parse(jax.convert(lowered.compiler_ir("hlo")))
+            _with_shardings(jax.ir, jax.sdy, module, names, sizes)
+            _inline(jax.ir, module)
+            jax.manager("symbol-dce,canonicalize").run(module.operation)
+            _open_loops(jax.ir, jax.sdy, module)
+            jax.manager(_PASSES).run(module.operation)
+            return list(_results(jax.ir, module))
+    except jax.ir.MLIRError as error:
+        raise UnknownShardyError(_first_line(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Jax:
+    """What `inferred` takes from JAX: MLIR's Python modules, and functions that read HLO and make a context.
+
+    A name that JAX has moved is missed here, so an error of this module's own is not taken for one of JAX's.
+    """
+
+    ir: Any
+    sdy: Any
+    passes: Any
+    convert: Callable[[Any], Any]
+    context: Callable[[], Any]
+
+    @classmethod
+    def found(cls) -> _Jax:
+        """From the installed JAX.
+
+        Raises:
+            UnknownShardyError: if it has moved a name that is needed.
+        """
+        try:
+            ir, passes, sdy = (importlib.import_module(f"jaxlib.mlir.{name}") for name in ("ir", "passmanager", "dialects.sdy"))
+            convert = importlib.import_module("jax._src.lib")._jax.mlir.xla_computation_to_mlir_module
+            context = importlib.import_module("jax._src.interpreters.mlir").make_ir_context
+            _ = [getattr(ir, name) for name in _OF_MLIR], passes.PassManager.parse, sdy.ShardingConstraintOp
+        except (ImportError, AttributeError) as error:
+            raise UnknownShardyError(_first_line(error)) from error
+        return cls(ir, sdy, passes, convert, context)
+
+    def manager(self, passes: str) -> Any:
+        """A manager of passes over a module.
+
+        Raises:
+            UnknownShardyError: if one of the passes does not exist.
+        """
+        try:
+            return self.passes.PassManager.parse(f"builtin.module({passes})")
+        except ValueError as error:
+            raise UnknownShardyError(_first_line(error)) from error
+
+
+_OF_MLIR = (
+    "ArrayAttr", "Attribute", "DictAttr", "FlatSymbolRefAttr", "InsertionPoint", "Location", "MLIRError", "Module", "Operation",
+    "RankedTensorType", "StringAttr", "WalkResult",
+)  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 _PASSES = "sdy-import-pipeline,sdy-user-priority-propagate"

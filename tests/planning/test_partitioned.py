@@ -73,3 +73,20 @@ def test_a_jax_without_the_passes_is_told(plan: shardplan.Plan, monkeypatch: pyt
     found = shardplan.score(step, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH))
     assert not found.inferred
     assert found.step_time_s == found.best_s
+
+
+def test_a_program_that_the_passes_refuse_is_told(plan: shardplan.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan._jax.shardy._sharding", lambda *_: "#sdy.sharding<[")
+    with pytest.raises(_jax.UnknownShardyError, match="Unable to parse attribute"):
+        inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+
+
+def test_an_error_of_shardplans_own_is_not_taken_for_one_of_jax(plan: shardplan.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices would change without a word of what is wrong."""
+
+    def wrong(*_: object) -> None:
+        raise TypeError("a slip")
+
+    monkeypatch.setattr("shardplan._jax.shardy._inline", wrong)
+    with pytest.raises(TypeError, match="a slip"):
+        inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)

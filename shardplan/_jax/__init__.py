@@ -55,7 +55,7 @@ from shardplan._jax.programs import (
     text_compiler,
     weakly_typed,
 )
-from shardplan._jax.shardy import InferredOp, UnknownShardyError, inferred
+from shardplan._jax.shardy import InferredOp, UnknownShardyError, inferred, on_no_device
 from shardplan._jax.sources import argument_names, raised_at, source_line
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "linalg",
     "moves_memory",
     "on_mesh",
+    "on_no_device",
     "own_params",
     "pallas_attention",
     "params_of",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import jax
 
 Axes = tuple[tuple[str, ...], ...]
 """For each dim the mesh axes that split it, major first."""
@@ -27,6 +31,27 @@ class UnknownShardyError(Exception):
     """JAX has moved what `inferred` needs, or refuses the program."""
 
 
+@contextlib.contextmanager
+def on_no_device() -> Iterator[None]:
+    """While this lasts, JAX lowers programs without a look at the machine's devices, which it would initialise.
+
+    It asks for a default device even where the mesh is abstract, and gets one of a client that no other code knows. Where JAX
+    has moved what makes the client, its own devices are initialised.
+    """
+    with contextlib.nullcontext() if (device := _device()) is None else jax.default_device(device):
+        yield
+
+
+@cache
+def _device() -> Any:
+    """A CPU device outside of JAX's backends; None where JAX has moved what makes it."""
+    try:
+        make = importlib.import_module("jax._src.lib").xla_client.make_cpu_client
+    except (ImportError, AttributeError):
+        return None
+    return make().local_devices()[0]
+
+
 def inferred(lowered: Any, names: Sequence[str], sizes: Sequence[int]) -> list[InferredOp]:
     """The shardings of all values of a ``jax.jit(...).lower(...)`` over the mesh of these axes, as XLA would infer them.
 
@@ -36,22 +61,22 @@ def inferred(lowered: Any, names: Sequence[str], sizes: Sequence[int]) -> list[I
     Raises:
         UnknownShardyError: if JAX has moved its MLIR passes, or they refuse the program.
     """
-    jax = _Jax.found()
+    mlir = _Mlir.found()
     try:
-        with jax.context(), jax.ir.Location.unknown():
-            module = jax.ir.Module.parse(jax.convert(lowered.compiler_ir("hlo")))
-            _with_shardings(jax.ir, jax.sdy, module, names, sizes)
-            _inline(jax.ir, module)
-            jax.manager("symbol-dce,canonicalize").run(module.operation)
-            _open_loops(jax.ir, jax.sdy, module)
-            jax.manager(_PASSES).run(module.operation)
-            return list(_results(jax.ir, module))
-    except jax.ir.MLIRError as error:
+        with mlir.context(), mlir.ir.Location.unknown():
+            module = mlir.ir.Module.parse(mlir.convert(lowered.compiler_ir("hlo")))
+            _with_shardings(mlir.ir, mlir.sdy, module, names, sizes)
+            _inline(mlir.ir, module)
+            mlir.manager("symbol-dce,canonicalize").run(module.operation)
+            _open_loops(mlir.ir, mlir.sdy, module)
+            mlir.manager(_PASSES).run(module.operation)
+            return list(_results(mlir.ir, module))
+    except mlir.ir.MLIRError as error:
         raise UnknownShardyError(_first_line(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Jax:
+class _Mlir:
     """What `inferred` takes from JAX: MLIR's Python modules, and functions that read HLO and make a context.
 
     A name that JAX has moved is missed here, so an error of this module's own is not taken for one of JAX's.
@@ -64,7 +89,7 @@ class _Jax:
     context: Callable[[], Any]
 
     @classmethod
-    def found(cls) -> _Jax:
+    def found(cls) -> _Mlir:
         """From the installed JAX.
 
         Raises:

@@ -24,6 +24,7 @@ from shardplan.graph import Graph
 from shardplan.ir import Constraint, Layout, Manual
 from shardplan.schedule import Compute, Fill, Move, PlannedProgram, Schedule, While
 from shardplan.schedule.spelling import spelled_out
+from shardplan.tdl.proof.cudnn_reference import FUNCTIONS
 
 
 class UnconstrainedEmitter(Walk):
@@ -46,6 +47,8 @@ class UnconstrainedEmitter(Walk):
     def compute(self, compute: Compute, inputs: Sequence[Any]) -> list[Any]:
         """An op's results."""
         node, signature = compute.node, compute.node.signature
+        if self.named and not node.outputs:
+            return []  # the propagation does not know the calls of Python's functions
         with jax.named_scope(f"{_SCOPE}{node.id}") if self.named else contextlib.nullcontext():
             if self.named and signature.manual is not None:
                 return self.manual(compute, inputs, signature.manual)
@@ -57,6 +60,9 @@ class UnconstrainedEmitter(Walk):
     def bound(self, compute: Compute, inputs: Sequence[Any]) -> list[Any]:
         """The results of an op's primitive."""
         op = compute.node.op
+        formula = FUNCTIONS.get(op.primitive.removesuffix("_wrapper")) if self.named else None
+        if formula is not None:  # JAX lowers cuDNN's kernels for devices alone
+            return list(formula(*inputs, **op.handle.params))
         params = op.handle.params if "manual" not in op.params else {**op.handle.params, "mesh": self.mesh}
         with _jax.settings_of(op.handle):
             return list(_jax.bound(op.handle, list(inputs), params))
@@ -94,6 +100,8 @@ class UnconstrainedEmitter(Walk):
 
 
 _SCOPE = "inferred_op"
+LOWERED_FOR = "cpu"
+"""What steps are lowered for: the platform that every JAX has, and for which kernels have stand-ins."""
 _NUMBER = re.compile(rf"{_SCOPE}(\d+)")
 
 
@@ -114,29 +122,47 @@ def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[Pa
     State comes back as it went in. Tensors of ops that XLA lowers to nothing, or lays out in parts of axes, are left out.
 
     Raises:
-        UnknownShardyError: if this JAX does not tell.
+        UnknownShardyError: if this JAX does not tell, or not for all products of the step.
     """
     mesh = AbstractMesh(planned.sizes, planned.names, axis_types=(AxisType.Auto,) * len(planned.sizes))
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     out = [None if i is None else shardings[i] for i in traced.program.feedback]
     emit = UnconstrainedEmitter(planned, mesh, named=True)
     jitted = jax.jit(emit, in_shardings=shardings, out_shardings=out, keep_unused=True)
-    lowered = jitted.trace(*traced.in_shapes).lower(lowering_platforms=(jax.default_backend(),))
+    traced_anew = jitted.trace(*traced.in_shapes)
+    try:
+        with _jax.on_no_device():
+            lowered = traced_anew.lower(lowering_platforms=(LOWERED_FOR,))
+    except (NotImplementedError, ValueError) as error:
+        raise _jax.UnknownShardyError(str(error).partition("\n")[0]) from error
     return _by_tensor(_jax.inferred(lowered, planned.names, planned.sizes), planned.graph, planned.names)
 
 
 def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str]) -> dict[int, Layout]:
-    """The layouts by tensor; the last op of a node's scope with its results' shapes makes them."""
-    found: dict[int, Layout] = {}
+    """The layouts by tensor; the last op of a node's scope with its results' shapes makes them. Where a node is lowered to ops
+    with one result each, the last of them with a result's shape makes it.
+
+    Raises:
+        UnknownShardyError: if no op is named after a product of the step: the locations do not say what is inferred.
+    """
+    found: dict[int, Layout | None] = {}
     for op in ops:
         numbers = _NUMBER.findall(op.location)
         if not numbers:
             continue
         outputs = graph.nodes[int(numbers[-1])].outputs
-        if [graph.tensors[t].shape for t in outputs] != [shape for shape, _ in op.results]:
-            continue
-        for t, (_, axes) in zip(outputs, op.results, strict=True):
-            found.pop(t, None)
-            if axes is not None:
-                found[t] = Layout(tuple(tuple(names.index(axis) for axis in dim) for dim in axes))
-    return found
+        shapes = [graph.tensors[t].shape for t in outputs]
+        match [shape for shape, _ in op.results]:
+            case own if own == shapes:
+                made = list(zip(outputs, op.results, strict=True))
+            case [shape]:
+                made = [(t, op.results[0]) for t, other in zip(outputs, shapes, strict=True) if other == shape]
+            case _:
+                made = []
+        for t, (_, axes) in made:
+            found[t] = None if axes is None else Layout(tuple(tuple(names.index(axis) for axis in dim) for dim in axes))
+    products = [node for node in graph.nodes if node.signature.contracts]  # no compiler removes one, or makes another op of it
+    lost = [node.op for node in products if not any(t in found for t in node.outputs)]
+    if lost:
+        raise _jax.UnknownShardyError(f"{len(lost)} of {len(products)} products are not found, such as that at {lost[0].source}")
+    return {t: layout for t, layout in found.items() if layout is not None}

@@ -19,8 +19,9 @@ from shardplan.search.session import Session
 from shardplan.search.strategy.pins import for_pins, pinned_domains
 
 
-def partitioned(session: Session, layouts: Mapping[int, Layout]) -> Session:
-    """The session in which the values inside the step have these ``layouts``, by tensor, wherever its pins leave a choice.
+def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Session, float]:
+    """(the session in which the values inside the step have these ``layouts``, by tensor, wherever its pins leave a choice; the
+    share of those values' bytes that ``layouts`` decide).
 
     Tensors that share a variable have the layout that most of their bytes have. An op is cut only as its operands or results are:
     a partitioner computes whole what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which
@@ -32,11 +33,23 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> Session:
     problem = for_pins(problem, session.pins)
     free = pinned_domains(problem, session.pins)
     domains = _held(problem, free, layouts)
+    share = _share(problem, free, domains)
     solver = Solver(problem, memory.liveness(problem, session.donated))
     cuts = {n: _cuts(problem, problem.graph.nodes[n], domains) for n in problem.coarse.joins}
     domains = _scattered(problem, cuts, free, domains)
     solution, _ = solver.minimum("given", domains, limits=Limits(cuts))
-    return replace(session, problem=problem, solution=solution, bound=None, extractor=Extractor.of(problem))
+    return replace(session, problem=problem, solution=solution, bound=None, extractor=Extractor.of(problem)), share
+
+
+def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain]) -> float:
+    """The share of tensors' bytes with one layout left in ``held``, among those with a choice in ``free``; 1 if none has one."""
+    chosen = open_ = 0
+    for t, tensor in enumerate(problem.graph.tensors):
+        v = problem.coarse.of[t]
+        if v != FREE and len(free[v]) > 1:
+            open_ += tensor.nbytes
+            chosen += tensor.nbytes if len(held[v]) == 1 else 0
+    return chosen / open_ if open_ else 1.0
 
 
 def _held(problem: Problem, domains: Sequence[Domain], layouts: Mapping[int, Layout]) -> list[Domain]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardplan.plans.score import MeasuredSharding, Score
@@ -46,8 +47,18 @@ def _remarks(score: Score) -> str:
         lines.append(f"{some} whole on every device: {named}{', ...' if len(patterns) > 3 else ''}.")
     if score.constraints == "ignore":
         lines.append("The step's own sharding constraints are left out.")
-    inside = "as XLA's partitioner infers from that" if score.inferred else "as is best with them, so XLA may do worse"
-    return "\n".join([*lines, f"The arguments lie as you say, all other values {inside}."])
+    return "\n".join([*lines, f"The arguments lie as you say, {_inside(score)}."])
+
+
+def _inside(score: Score) -> str:
+    """How all values but the arguments lie."""
+    best = "as is best with them, so XLA may do worse"
+    if not score.inferred:
+        return f"all other values {best}"
+    if score.inferred_share == 1:
+        return "all other values as XLA's partitioner infers from that"
+    percent = min(99.9, math.floor(1000 * score.inferred_share) / 10)
+    return f"{percent:g}% of the bytes of other values as XLA's partitioner infers from that, the rest {best}"
 
 
 def _figures(score: Score) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardplan import _jax
 from shardplan.collectives.issued import PlannedCollective
-from shardplan.emit.inference import UnconstrainedEmitter, inferred_layouts
+from shardplan.emit.inference import LOWERED_FOR, UnconstrainedEmitter, inferred_layouts
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest
 from shardplan.frontend.argnums import positions
 from shardplan.frontend.constraints import with_constraints
@@ -260,23 +260,25 @@ def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike,
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The user's sharding, with all other layouts as XLA's partitioner infers them, or the best ones unless ``inferred``."""
+    """The user's sharding, with all other layouts as XLA's partitioner infers them as far as it is known: for the share
+    ``inferred`` of their bytes. The others are the best ones.
+    """
 
     session: Session
     run: Scheduled
-    inferred: bool
+    inferred: float
 
     @classmethod
     def of(cls, mine: Plan) -> _Step:
         """From the plan in which all arguments lie as given."""
-        with stand_ins(mine.traced.program):
+        with stand_ins(mine.traced.program, platform=LOWERED_FOR):
             try:
                 layouts = inferred_layouts(mine.planned, mine.traced, mine.flat_in_specs)
             except _jax.UnknownShardyError as error:
                 _log.warning("what XLA's partitioner infers is unknown with this JAX (%s): the best layouts are priced", error)
-                return cls(mine.session, scheduled(mine.session), inferred=False)
-        session = partitioned(mine.session, layouts)
-        return cls(session, scheduled(session), inferred=True)
+                return cls(mine.session, scheduled(mine.session), inferred=0.0)
+        session, share = partitioned(mine.session, layouts)
+        return cls(session, scheduled(session), inferred=share)
 
 
 def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constraints: str, *, measure: bool) -> Score:
@@ -300,7 +302,8 @@ def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constrain
         in_specs={path: spec_text(entries) for path, entries in given.entries.items()},
         replicated=given.replicated,
         constraints=constraints,
-        inferred=own.inferred,
+        inferred=own.inferred > 0,
+        inferred_share=own.inferred,
         measured=_measured(mine, own, collectives, constraints) if measure else None,
     )
 

@@ -17,16 +17,16 @@ from shardplan.tdl.proof import cudnn_reference, interpreted
 
 
 @contextmanager
-def stand_ins(program: Program, devices: Sequence[Any] | None = None) -> Iterator[tuple[str, ...]]:
+def stand_ins(program: Program, devices: Sequence[Any] | None = None, platform: str | None = None) -> Iterator[tuple[str, ...]]:
     """While this lasts, CPUs run stand-ins for the kernels of a program that they lack; yields the kernels' names.
 
-    On other devices, and for programs without such kernels, nothing changes and the names are empty.
+    On other devices, and for programs without such kernels, nothing changes and the names are empty. The program is for
+    ``devices``, or for a ``platform`` where no device is needed; by default for JAX's own devices.
     """
     ops = list(_ops_on_cpu(program))
     formulas = {op.primitive.removesuffix("_wrapper") for op in ops}.intersection(cudnn_reference.FUNCTIONS)
     kernels = {op.primitive for op in ops if _is_compiled_kernel(op)}
-    on = devices[0].platform if devices else jax.default_backend()
-    if not (formulas or kernels) or on != "cpu":
+    if not (formulas or kernels) or (platform or (devices[0].platform if devices else jax.default_backend())) != "cpu":
         yield ()
         return
     functions: dict[str, Callable[..., Any]] = dict(cudnn_reference.FUNCTIONS) if formulas else {}

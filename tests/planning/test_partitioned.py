@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,11 +15,17 @@ from shardplan.emit.inference import inferred_layouts
 from shardplan.ir import Layout
 from shardplan.planning.partitioned import partitioned
 from shardplan.planning.scheduled import scheduled
+from shardplan.report.score_text import score_text
 
 
 def step(w: jax.Array, x: jax.Array) -> jax.Array:
     """One layer."""
     return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+def chain(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Two layers, whose hidden values share no layout."""
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
 
 
 ARGUMENTS = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((1024, 256), "float32")
@@ -40,13 +48,14 @@ def test_products_of_a_split_batch_are_split_along_the_batch(plan: shardplan.Pla
 def test_a_step_is_priced_with_the_layouts_that_it_is_given(plan: shardplan.Plan) -> None:
     """The weight is gathered, its gradient reduced and scattered."""
     layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
-    found = partitioned(plan.session, layouts)
+    found, share = partitioned(plan.session, layouts)
+    assert share == 1
     run = scheduled(found)
     weight = 256 * 256 * 4
     assert sorted(i.step.kind for i in run.issued) == ["all-gather", "reduce-scatter"]
     assert run.communication_bytes == pytest.approx(2 * weight * 7 / 8)
     whole = {t: Layout.whole(len(layout.dims)) for t, layout in layouts.items()}
-    other = scheduled(partitioned(plan.session, whole))
+    other = scheduled(partitioned(plan.session, whole)[0])
     assert other.communication_bytes > run.communication_bytes
 
 
@@ -90,3 +99,60 @@ def test_an_error_of_shardplans_own_is_not_taken_for_one_of_jax(plan: shardplan.
     monkeypatch.setattr("shardplan._jax.shardy._inline", wrong)
     with pytest.raises(TypeError, match="a slip"):
         inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+
+
+def test_a_product_that_is_not_found_is_told(plan: shardplan.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the locations of ops are lost, nothing is inferred."""
+    monkeypatch.setattr("shardplan._jax.shardy._results", lambda *_: [])
+    with pytest.raises(_jax.UnknownShardyError, match=r"2 of 2 products are not found, such as that at .*test_partitioned\.py"):
+        inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+
+
+def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(planned: Any, *rest: Any) -> dict[int, Layout]:
+        first = next(node for node in planned.graph.nodes if node.signature.contracts)
+        return {t: layout for t, layout in inferred_layouts(planned, *rest).items() if t in first.outputs}
+
+    def found() -> shardplan.Score:
+        return shardplan.score(chain, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH))
+
+    assert found().inferred_share == 1
+    monkeypatch.setattr("shardplan.shell.score.inferred_layouts", product)
+    part = found()
+    assert part.inferred
+    assert 0 < part.inferred_share < 1
+    assert "% of the bytes of other values as XLA's partitioner infers from that, the rest as is best" in score_text(
+        part, title="a"
+    )
+    monkeypatch.setattr("shardplan.shell.score.inferred_layouts", lambda *_: {})
+    assert (found().inferred, found().inferred_share) == (False, 0)
+
+
+def test_the_results_of_a_kernel_are_inferred_from_its_formula() -> None:
+    """JAX lowers the kernel for devices alone."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+    heads = jax.ShapeDtypeStruct((16, 128, 4, 64), "bfloat16")
+    with _jax.cudnn_assumed():
+        plan = shardplan.plan(attend, heads, heads, heads, cluster="2x4", pins={"*": P("node", None, "gpu")}, factors={})
+        layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    (kernel,) = [node for node in plan.graph.nodes if node.signature.attends]
+    assert layouts[kernel.outputs[0]] == Layout(((0,), (), (1,), ()))
+
+
+def test_what_a_step_prints_does_not_hinder_the_inference() -> None:
+    def printing(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", w[0, 0])
+        return step(w, x)
+
+    assert shardplan.score(printing, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH)).inferred
+
+
+def test_a_step_that_is_lowered_for_devices_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def called(w: jax.Array, x: jax.Array) -> jax.Array:
+        return step(jax.pure_callback(lambda w: w, w, w), x)
+
+    assert not shardplan.score(called, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH)).inferred
+    assert "require devices to be present" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,17 @@ def test_a_value_that_xla_replicates_to_cut_it_again_is_told_with_its_line(capfd
     text = score_text(found, title="a step")
     assert "Values that XLA gathers whole on every device, and then cuts in another way" in text
     assert row.source in text
+
+
+def test_a_score_initialises_no_device() -> None:
+    """A process that only scores keeps no GPU from others, and may still join `jax.distributed`."""
+    code = """
+import jax, shardplan
+from jax._src import xla_bridge
+from jax.sharding import PartitionSpec as P
+x = jax.ShapeDtypeStruct((64, 64), "float32")
+found = shardplan.score(lambda w, x: w + x @ w, x, x, cluster="2x4", in_shardings=P("gpu"))
+assert found.inferred
+assert not xla_bridge._backends, list(xla_bridge._backends)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

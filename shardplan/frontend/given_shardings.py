@@ -104,7 +104,7 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
     pairs = _pairs(rules)
     paths = [(p, spec_entries(f"the rule {_text(p)!r}", spec)) for p, spec in pairs if isinstance(spec, PartitionSpec)]
     logical = [(_text(name), axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
-    carried = dict(_carried(step, args, logical))
+    carried = dict(_carried(step, args, logical, [p for p, _ in paths]))
     for pattern, entries in paths:
         if not any(_matches(pattern, path) for path in carried):
             text = _text(pattern)
@@ -147,17 +147,25 @@ def _pairs(rules: Any) -> list[tuple[Pattern, Any]]:
     return [(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs]
 
 
-def _carried(step: Any, args: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """For each leaf its path, and what it is sharded by: (where that comes from, the sharding); ("", None) where by nothing."""
+def _carried(
+    step: Any, args: Sequence[Any], rules: Sequence[tuple[str, Any]], patterns: Sequence[Pattern]
+) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """For each leaf its path, and what it is sharded by: (where that comes from, the sharding); ("", None) where by nothing.
+
+    Names of axes do not go through the rules where one of the ``patterns`` matches, which decides there.
+    """
     names = _jax.argument_names(step, len(args))
     flat, _ = jax.tree_util.tree_flatten_with_path(apart(tuple(args)), is_leaf=_is_box)
     for path, box in flat:
         for inner, leaf in jax.tree_util.tree_flatten_with_path(box)[0]:
-            own = ("metadata", _box_spec(box, rules)) if _is_box(box) else ("", None)
+            place = "/".join(_words((*path, *inner), names))
+            own: tuple[str, Any] = "", None
+            if _is_box(box):
+                decided = any(_matches(pattern, place) for pattern in patterns)
+                own = "metadata", _box_names(box) if decided else _box_spec(place, box, rules)
             sharding = getattr(leaf, "sharding", None)
             if not own[1] and isinstance(sharding, NamedSharding):
                 own = ("its own sharding", sharding)
-            place = "/".join(_words((*path, *inner), names))
             yield place, (f"{own[0]} of {place}", own[1]) if own[1] else ("", None)
 
 
@@ -165,19 +173,43 @@ def _is_box(value: Any) -> bool:
     return isinstance(value, nn.meta.AxisMetadata | nnx.Variable)
 
 
-def _box_spec(box: Any, rules: Sequence[tuple[str, Any]]) -> PartitionSpec | None:
-    """The axes that a variable or a box of flax names, through the rules; None where it names none."""
+def _box_spec(place: str, box: Any, rules: Sequence[tuple[str, Any]]) -> PartitionSpec | None:
+    """The axes that a variable or a box of flax names, through the rules; None where it names none. ``place`` is its path.
+
+    Raises:
+        PinError: if it gives one name to two dims.
+    """
     if isinstance(box, nn.LogicallyPartitioned) and (rules or box.rules):
-        return logical_to_mesh_axes(box.names, tuple(rules) or box.rules)
+        return _mesh_axes(place, box.names, tuple(rules) or box.rules)
+    names = _box_names(box)
+    if names is None or not any(name in dict(rules) for name in names if isinstance(name, str)):
+        return names
+    own = [(name, name) for name in names if isinstance(name, str) and name not in dict(rules)]  # axes of the mesh
+    return _mesh_axes(place, tuple(names), (*rules, *own))
+
+
+def _box_names(box: Any) -> PartitionSpec | None:
+    """The axes that a variable or a box of flax names, as they stand there; None where it names none."""
     specs = jax.tree.leaves(
         (nnx if isinstance(box, nnx.Variable) else nn).get_partition_spec(box), is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    if not specs or not isinstance(specs[0], PartitionSpec):
-        return None
-    if not any(name in dict(rules) for name in specs[0] if isinstance(name, str)):
-        return specs[0]
-    own = [(name, name) for name in specs[0] if isinstance(name, str) and name not in dict(rules)]  # axes of the mesh
-    return logical_to_mesh_axes(tuple(specs[0]), (*rules, *own))
+    return specs[0] if specs and isinstance(specs[0], PartitionSpec) else None
+
+
+def _mesh_axes(place: str, names: Sequence[Any], rules: Any) -> PartitionSpec | None:
+    """The mesh axes of an array whose dims have these logical names.
+
+    Raises:
+        PinError: for a name that two dims have: a mesh axis cuts one dim alone.
+    """
+    twice = sorted({name for name in names if isinstance(name, str) and list(names).count(name) > 1})
+    if twice:
+        raise PinError(
+            f"metadata of {place} names its dims {tuple(names)}, {twice[0]!r} twice: give each dim its own name in the model, or "
+            f"{place} a rule of its own, which comes first",
+            pins=(place,),
+        )
+    return logical_to_mesh_axes(tuple(names), rules)
 
 
 def _collected(found: Mapping[str, tuple[str, Any]]) -> GivenShardings:

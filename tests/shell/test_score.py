@@ -195,6 +195,25 @@ def test_logical_axes_go_through_flaxs_rules() -> None:
         shardplan.score(step, *args, cluster="2x4")
 
 
+@pytest.mark.parametrize("logical", [False, True])
+def test_a_name_that_two_dims_have_is_told_with_its_path(logical: bool) -> None:
+    wrap = nn.with_logical_partitioning if logical else nn.with_partitioning
+    layer = nn.Dense(64, kernel_init=wrap(nn.initializers.lecun_normal(), ("mlp", "mlp")))
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    args = jax.eval_shape(layer.init, jax.random.key(0), x), x
+
+    def step(params: Any, x: Any) -> Any:
+        return layer.apply(params, x)
+
+    with pytest.raises(
+        PinError, match=r"metadata of params/params/kernel names its dims \('mlp', 'mlp'\), 'mlp' twice"
+    ) as raised:
+        shardplan.score(step, *args, cluster="2x4", rules=[("mlp", "gpu")])
+    assert raised.value.pins == ("params/params/kernel",)
+    found = shardplan.score(step, *args, cluster="2x4", rules=[("mlp", "gpu"), ("*/kernel", P("gpu"))])  # as the error advises
+    assert found.in_specs["params/params/kernel"] == "P('gpu')"
+
+
 class Nnx(nnx.Module):
     """One layer whose kernel names a mesh axis."""
 

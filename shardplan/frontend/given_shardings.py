@@ -38,6 +38,14 @@ class GivenShardings:
     meshes: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RuleOfFile:
+    """What a file's rule says under a key that is a glob of paths (``spec``), and under the name of a logical axis (``axes``)."""
+
+    spec: PartitionSpec
+    axes: Any
+
+
 def spec_entries(what: str, spec: Any) -> tuple[Any, ...]:
     """The entries of a PartitionSpec of an argument; ``what`` names it in errors.
 
@@ -94,17 +102,20 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
     PartitionSpec); else by names that the model carries, through (logical axis name, mesh axis or axes or None) as flax has them;
     else by the array's own NamedSharding.
 
-    ``rules`` are a mapping or pairs, in their order. flax's `nn.with_partitioning` and nnx's metadata name mesh axes, and
-    `nn.with_logical_partitioning` logical ones, which ``rules`` turn into mesh axes as `flax.linen.logical_to_mesh_axes` does.
+    ``rules`` are a mapping or pairs, in their order. None under a glob replicates. A `RuleOfFile` is one over paths if its key
+    has a ``/`` or ``*`` or matches an argument, else one for the axis of that name. flax's `nn.with_partitioning` and nnx's
+    metadata name mesh axes, and `nn.with_logical_partitioning` logical ones, which ``rules`` turn into mesh axes as
+    `flax.linen.logical_to_mesh_axes` does.
 
     Raises:
-        PinError: for a malformed rule, one over paths that matches nothing, logical rules for a model that names no axes, and no
-            sharding at all.
+        PinError: for a malformed rule, one over paths or of a file that matches nothing, logical rules for a model that names no
+            axes, and no sharding at all.
     """
-    pairs = _pairs(rules)
+    leaves = list(_leaves(step, args))
+    pairs = [(p, _resolved(p, value, leaves)) for p, value in _pairs(rules)]
     paths = [(p, spec_entries(f"the rule {_text(p)!r}", spec)) for p, spec in pairs if isinstance(spec, PartitionSpec)]
     logical = [(_text(name), axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
-    carried = dict(_carried(step, args, logical, [p for p, _ in paths]))
+    carried = {leaf.path: _carried(leaf, logical, [p for p, _ in paths]) for leaf in leaves}
     for pattern, entries in paths:
         if not any(_matches(pattern, path) for path in carried):
             text = _text(pattern)
@@ -142,31 +153,73 @@ def _pairs(rules: Any) -> list[tuple[Pattern, Any]]:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str | re.Pattern):
             raise PinError(f"the rule {pair!r} is no pair of a glob and a PartitionSpec, or of a logical axis and a mesh axis")
         axes = pair[1] if isinstance(pair[1], tuple | list) else (pair[1],)
-        if not isinstance(pair[1], PartitionSpec) and not all(a is None or isinstance(a, str) for a in axes):
+        if not isinstance(pair[1], PartitionSpec | RuleOfFile) and not all(a is None or isinstance(a, str) for a in axes):
             raise PinError(f"the rule {pair[0]!r} = {pair[1]!r}: give a PartitionSpec for a glob, axis names for a logical axis")
     return [(name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs]
 
 
-def _carried(
-    step: Any, args: Sequence[Any], rules: Sequence[tuple[str, Any]], patterns: Sequence[Pattern]
-) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """For each leaf its path, and what it is sharded by: (where that comes from, the sharding); ("", None) where by nothing.
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf of the arguments: its path, its value, and what flax stores it in, if it names axes."""
 
-    Names of axes do not go through the rules where one of the ``patterns`` matches, which decides there.
-    """
+    path: str
+    value: Any
+    box: Any | None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The axes that the model names for it."""
+        own = None if self.box is None else _box_names(self.box)
+        return frozenset(
+            a for entry in own or () for a in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(a, str)
+        )
+
+
+def _leaves(step: Any, args: Sequence[Any]) -> Iterator[_Leaf]:
     names = _jax.argument_names(step, len(args))
     flat, _ = jax.tree_util.tree_flatten_with_path(apart(tuple(args)), is_leaf=_is_box)
     for path, box in flat:
         for inner, leaf in jax.tree_util.tree_flatten_with_path(box)[0]:
-            place = "/".join(_words((*path, *inner), names))
-            own: tuple[str, Any] = "", None
-            if _is_box(box):
-                decided = any(_matches(pattern, place) for pattern in patterns)
-                own = "metadata", _box_names(box) if decided else _box_spec(place, box, rules)
-            sharding = getattr(leaf, "sharding", None)
-            if not own[1] and isinstance(sharding, NamedSharding):
-                own = ("its own sharding", sharding)
-            yield place, (f"{own[0]} of {place}", own[1]) if own[1] else ("", None)
+            yield _Leaf("/".join(_words((*path, *inner), names)), leaf, box if _is_box(box) else None)
+
+
+def _resolved(pattern: Pattern, value: Any, leaves: Sequence[_Leaf]) -> Any:
+    """A rule's value as that of a glob of paths, a PartitionSpec, or as that of a logical axis.
+
+    Raises:
+        PinError: for a rule of a file that is neither, and for axes under a glob.
+    """
+    if isinstance(value, PartitionSpec):
+        return value
+    text, known = _text(pattern), {name for leaf in leaves for name in leaf.names}
+    spelled, found = "/" in text or "*" in text, any(_matches(pattern, leaf.path) for leaf in leaves)
+    if isinstance(value, RuleOfFile):
+        if not spelled and not found and text not in known:
+            near = nearest(text, [*(leaf.path for leaf in leaves), *sorted(known)])
+            raise PinError(f"the rule {text!r} matches no argument, and no axis that the model names{near}", pins=(text,))
+        return value.spec if spelled or found else value.axes
+    if value is None and (spelled or (found and text not in known)):
+        return PartitionSpec()
+    if spelled:
+        raise PinError(
+            f"the rule {text!r} = {value!r}: give a PartitionSpec for a glob, axis names for a logical axis", pins=(text,)
+        )
+    return value
+
+
+def _carried(leaf: _Leaf, rules: Sequence[tuple[str, Any]], patterns: Sequence[Pattern]) -> tuple[str, Any]:
+    """(where a leaf's sharding comes from, the sharding); ("", None) where the leaf has none.
+
+    Names of axes do not go through the rules where one of the ``patterns`` matches, which decides there.
+    """
+    own: tuple[str, Any] = "", None
+    if leaf.box is not None:
+        decided = any(_matches(pattern, leaf.path) for pattern in patterns)
+        own = "metadata", _box_names(leaf.box) if decided else _box_spec(leaf.path, leaf.box, rules)
+    sharding = getattr(leaf.value, "sharding", None)
+    if not own[1] and isinstance(sharding, NamedSharding):
+        own = "its own sharding", sharding
+    return (f"{own[0]} of {leaf.path}", own[1]) if own[1] else ("", None)
 
 
 def _is_box(value: Any) -> bool:

@@ -107,13 +107,20 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spec(file: Path, key: str, value: Any, *, logical: bool) -> Any:
-    """The PartitionSpec of a key: ``"P('node', None)"`` or ``["node", null]``; for a logical axis, the name of a mesh axis."""
+    """The PartitionSpec of a key: ``"P('node', None)"`` or ``["node", null]``. With ``logical``, the key may name a logical axis:
+    null, a name and a list of names then are its mesh axes.
+    """
     from jax.sharding import PartitionSpec
 
+    from shardplan.frontend.given_shardings import RuleOfFile
     from shardplan.shell.target import read_spec
 
-    if logical and (value is None or (isinstance(value, str) and value.isidentifier())):
-        return value
+    if logical and value is None:
+        return RuleOfFile(PartitionSpec(), None)
+    if logical and isinstance(value, str) and value.isidentifier():
+        return RuleOfFile(PartitionSpec(value), value)
+    if logical and isinstance(value, list) and all(isinstance(axis, str) for axis in value):
+        return RuleOfFile(PartitionSpec(*value), tuple(value) or None)
     try:
         if isinstance(value, str):
             return read_spec(value)

@@ -125,7 +125,8 @@ MISTAKES = [
     ({"rules": {"batch/inputs": P("data")}}, "other axes need mesh="),
     ({"rules": {"batch/labels": P("gpu", None)}}, "has 2 entries, but batch/labels has rank 1"),
     ({"rules": {"state/params/layer_3/bias": P(("node", "gpu"))}}, "which does not divide 10"),
-    ({"rules": {"batch/inputs": "gpu"}}, "no argument carries axis names"),
+    ({"rules": {"inputs": "gpu"}}, "no argument carries axis names"),
+    ({"rules": {"batch/inputs": "gpu"}}, "= 'gpu': give a PartitionSpec for a glob"),
     ({"rules": {"batch/inputs": 3}}, "give a PartitionSpec for a glob"),
     ({"rules": 7}, "rules=7"),
     ({"rules": {}}, "nothing shards the step"),
@@ -193,6 +194,9 @@ def test_logical_axes_go_through_flaxs_rules() -> None:
     assert found.in_specs["params/params/Dense_0/kernel"] == "P('node', 'gpu')"
     with pytest.raises(PinError, match="unknown axis 'embed'"):
         shardplan.score(step, *args, cluster="2x4")
+    whole = shardplan.score(step, *args, cluster="2x4", rules=[("*Dense_0/kernel", None), ("mlp", "gpu"), ("embed", None)])
+    assert whole.in_specs["params/params/Dense_0/kernel"] == "P()"
+    assert whole.in_specs["params/params/Dense_1/kernel"] == "P('gpu', None)"
 
 
 @pytest.mark.parametrize("logical", [False, True])

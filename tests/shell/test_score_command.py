@@ -154,6 +154,38 @@ def test_the_rules_of_maxtext_are_read(files: Path, capsys: pytest.CaptureFixtur
     assert "ici_fsdp_parallelism=2, ici_tensor_parallelism=3 do not multiply to 4" in capsys.readouterr().err
 
 
+RULES = [
+    ({"params/params/Dense_0/kernel": None, "embed": "node", "mlp": "gpu"}, "P()", "P('gpu', 'node')"),
+    ({"*Dense_0/kernel": ["gpu", None], "embed": ["node", "gpu"]}, "P('gpu', None)", "P(None, ('node', 'gpu'))"),
+    ({"*Dense_0/kernel": ["node", "gpu"], "embed": None, "mlp": []}, "P('node', 'gpu')", "P(None, None)"),
+    ({"*/kernel": "gpu", "x": "node"}, "P('gpu')", "P('gpu')"),
+]
+
+
+@pytest.mark.parametrize(("rules", "first", "second"), RULES)
+def test_a_key_is_a_glob_or_the_name_of_an_axis(
+    files: Path, capsys: pytest.CaptureFixture[str], rules: dict[str, Any], first: str, second: str
+) -> None:
+    (files / "rules.json").write_text(json.dumps(rules))
+    (files / "own.py").write_text(LINEN)
+    assert main(["score", "own.py:train_step", "--cluster", "2x4", "--rules", "rules.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["in_specs"]
+    assert (found["params/params/Dense_0/kernel"], found["params/params/Dense_1/kernel"]) == (first, second)
+
+
+@pytest.mark.parametrize(("key", "near"), [("embd", " (nearest: embed)"), ("*/kernl", "")])
+def test_a_rule_of_a_file_that_matches_nothing_is_refused(
+    files: Path, capsys: pytest.CaptureFixture[str], key: str, near: str
+) -> None:
+    (files / "rules.json").write_text(json.dumps({key: None, "mlp": "gpu"}))
+    (files / "own.py").write_text(LINEN)
+    assert main(["score", "own.py:train_step", "--cluster", "2x4", "--rules", "rules.json"]) == 2
+    err = capsys.readouterr().err
+    assert f"rules.json: the rule {key!r}" in err
+    assert "matches no argument" in err
+    assert near in err
+
+
 YAML = [
     ("a: [", "is not YAML"),
     ("a: 1", "has neither rules:"),

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from shardplan.errors import ShardplanError
+
+_OTHERS = (str(Path(__file__).parent), *(sysconfig.get_path(p) for p in ("purelib", "platlib", "stdlib", "scripts")))
+
+NOT_THE_USERS = ("<frozen ", *(path + os.sep for path in dict.fromkeys(_OTHERS)))
+"""How the paths of files begin that are not the user's: those of shardplan, installed libraries and Python's own."""
 
 
 @contextmanager

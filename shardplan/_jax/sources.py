@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sysconfig
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from shardplan.user_code import shown_path
+from shardplan.user_code import NOT_THE_USERS, shown_path
 
 
 def source_line(eqn: Any) -> str:
@@ -30,19 +28,13 @@ def raised_at(error: BaseException) -> str:
     If the traceback has none, it is the user's line that called shardplan, or ``""`` if there is none.
     """
     for frames in (traceback.extract_tb(error.__traceback__), traceback.extract_stack()):
-        own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+        own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
         if own:
             return f"{shown_path(own[-1].filename)}:{own[-1].lineno} ({own[-1].name})"
     return ""
 
 
 _INSTALLED = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
-
-
-_OTHERS = (*_INSTALLED, str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "scripts")))
-
-
-_NOT_THE_USERS = ("<frozen ", *(path + os.sep for path in _OTHERS))
 
 
 def argument_names(step: Callable[..., Any], count: int) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ runs before it partitions, says where each result lies. Nothing is compiled, and
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +29,9 @@ from shardplan.tdl.proof.cudnn_reference import FUNCTIONS
 class UnconstrainedEmitter(Walk):
     """The ops of a step on whole arrays, under the step's own sharding constraints alone.
 
-    With ``named``, each op stands in a named scope, and a function that the step itself runs on each device (`jax.shard_map`) is
-    left out: values with the layouts of its operands and results take its place.
+    An op has the source line and the named scope that it has in the step. With ``named``, it stands in a named scope of its own,
+    and a function that the step itself runs on each device (`jax.shard_map`) is left out: values with the layouts of its operands
+    and results take its place.
     """
 
     def __init__(self, planned: PlannedProgram, mesh: Any, *, named: bool = False) -> None:
@@ -49,7 +49,7 @@ class UnconstrainedEmitter(Walk):
         node, signature = compute.node, compute.node.signature
         if self.named and not node.outputs:
             return []  # the propagation does not know the calls of Python's functions
-        with jax.named_scope(f"{_SCOPE}{node.id}") if self.named else contextlib.nullcontext():
+        with jax.named_scope(f"{_SCOPE}{node.id}") if self.named else _jax.traced_at(node.op.handle, node.op.scope):
             if self.named and signature.manual is not None:
                 return self.manual(compute, inputs, signature.manual)
             made = self.bound(compute, inputs)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Mapping
 
-from shardplan.user_code import shown_path
+from shardplan.user_code import NOT_THE_USERS, shown_path
 
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
 _ROW = re.compile(r"^(\d+) (.*)$", re.MULTILINE)
 _FIELD = re.compile(r"(\w+)=(\d+)")
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
 
 def frame_lines(text: str) -> Mapping[int, str]:
-    """``file:line (function)`` of each stack frame of a module's text: its innermost line outside installed libraries, if any."""
+    """``file:line (function)`` of each stack frame of a module's text: its innermost line in the user's code, if any."""
     tables = {name: dict(_ROW.findall(rows)) for name, rows in _TABLE.findall(text.partition("\n%")[0])}
     if "StackFrames" not in tables:
         return {}
@@ -35,7 +33,7 @@ def frame_lines(text: str) -> Mapping[int, str]:
         inner, seen = key, set[str]()
         while key in frames and key not in seen:
             file, text = line(key)
-            if not file.startswith(_INSTALLED):
+            if not file.startswith(NOT_THE_USERS):
                 return text
             seen.add(key)
             key = str(int(frames[key].get("parent_frame_id", first)) - first)

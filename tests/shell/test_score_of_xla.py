@@ -84,6 +84,19 @@ def test_constraints_inside_are_kept_or_ignored() -> None:
         shardplan.score(step, *PLACED, cluster="2x4", in_shardings=P(), constraints="drop")
 
 
+def test_what_xla_adds_has_the_users_lines_without_constraints_too() -> None:
+    """Then the ops of the step run one by one, by code of shardplan."""
+    shardings = P("gpu"), P(None, BOTH)
+    kept, freed = (
+        shardplan.score(placing(None, "gpu"), *PLACED, cluster="2x4", in_shardings=shardings, measure=True, constraints=how)
+        for how in ("keep", "ignore")
+    )
+    for found in (kept, freed):
+        assert found.measured is not None
+        assert found.measured.added
+        assert all("jnp.tanh(x @ w)" in line(row.source) for row in found.measured.added)
+
+
 def test_constraints_name_the_axes_of_the_given_mesh() -> None:
     own = shardplan.score(
         placing(None, "model", names=("data", "model")), *PLACED, cluster="2x4", in_shardings=P(), mesh={"data": 2, "model": 4}

@@ -5,6 +5,7 @@ whole and cut again.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,15 +16,13 @@ from shardplan.hlo.undo import Undo
 from shardplan.ir import Collective
 
 _ARGUMENT = re.compile(r"leaves\[(\d+)\]")
-_STEPS = 1_000
-"""The search for a reader with a source line gives up after this many values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """One collective of a compiled program: ``argument`` is the leaf that it moves as it comes, -1 for other values.
 
-    ``op_name`` is JAX's name of the op, ``line`` the user's line ("" if unknown), ``shape`` the whole result on one device.
+    ``op_name`` is JAX's name of the op, ``line`` the user's line ("" if unknown).
     ``cut_again``: all of its readers cut the gathered result into pieces that differ between devices, so it replicates a value to
     partition it in another way.
     """
@@ -32,7 +31,6 @@ class Sent:
     argument: int
     op_name: str
     line: str
-    shape: tuple[int, ...]
     cut_again: bool
 
 
@@ -45,9 +43,8 @@ def sent_by(hlo_text: str) -> list[Sent]:
         named = _ARGUMENT.fullmatch(_op_name(module, Value(computation, computation.instructions[instruction.operands[0]])))
         again = collective.kind == Collective.ALL_GATHER and len(instruction.operands) == 1 and undo.cut_again(value)
         line = module.lines.get(instruction.frame, "") or _line_of_reader(module, value)
-        shape = instruction.leaves[-1].dims
         for piece in pieces_of(undo, computation, instruction, collective):
-            result.append(Sent(piece, int(named[1]) if named else -1, instruction.op_name, line, shape, again))
+            result.append(Sent(piece, int(named[1]) if named else -1, instruction.op_name, line, again))
     return result
 
 
@@ -66,9 +63,9 @@ def _op_name(module: Module, value: Value | None) -> str:
 
 def _line_of_reader(module: Module, value: Value) -> str:
     """The line of the nearest reader that has one."""
-    todo, seen = [value], {value}
-    while todo and len(seen) < _STEPS:
-        for use in uses(module, todo.pop(0)):
+    todo, seen = deque([value]), {value}
+    while todo:
+        for use in uses(module, todo.popleft()):
             if isinstance(use, str):
                 continue
             line = module.lines.get(use.instruction.frame, "")

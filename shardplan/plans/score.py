@@ -28,7 +28,8 @@ class Replicated:
     """A value that XLA gathers whole on every device, only to cut it in another way.
 
     ``tensor`` and ``source`` are as in `Added`, ``bytes`` those that each device receives in a step. ``before`` and ``after`` are
-    its specs ("" if unknown). ``involuntary``: XLA says so itself, as "involuntary full rematerialization".
+    its specs ("" if unknown). ``involuntary``: XLA says so itself, as "involuntary full rematerialization"; where no
+    collective is known for it, ``bytes`` are those of one gather.
     """
 
     tensor: str
@@ -46,7 +47,7 @@ class MeasuredSharding:
 
     ``communication_bytes`` and ``raw_communication_bytes`` are on the wire of a device in a step, without and with what the CPU
     compiler adds. ``collectives`` has predicted and measured bytes by kind. ``added`` are the collectives that were not
-    predicted, most bytes first, ``replicated`` the values that are gathered only to be cut again.
+    predicted, most bytes first, ``replicated`` the values that are gathered only to be cut again, involuntary ones first.
     """
 
     communication_bytes: float

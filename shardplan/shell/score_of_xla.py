@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardplan.hlo.reshards import Sent
 from shardplan.ir import Collective
 from shardplan.plans.score import Added, Replicated
+from shardplan.verify.compiler_log import LastResort
 from shardplan.verify.given import Compiled
 
 _CALLED = re.compile(
@@ -26,19 +27,30 @@ def added(unforeseen: Sequence[tuple[Sent, float]], paths: Sequence[str]) -> tup
 
 
 def replicated(made: Compiled, paths: Sequence[str]) -> tuple[Replicated, ...]:
-    """The values that are gathered whole only to be cut again, most bytes first."""
-    rows: dict[tuple[str, str], Replicated] = {}
-    for sent in made.each:
-        if sent.cut_again:
-            key = op_text(sent.op_name), sent.line or "?"
-            before = rows.get(key)
-            nbytes = sent.collective.wire_bytes * sent.collective.trips + (before.bytes if before else 0.0)
-            rows[key] = Replicated(_tensor(sent, paths), key[1], nbytes, "", "", involuntary=False)
+    """The values that are gathered whole only to be cut again: first those of XLA's last resort, then most bytes first.
+
+    Where no collective is known for a value of the last resort, its bytes are those that a device lacks of it, once.
+    """
+    sent: dict[tuple[str, str], tuple[str, float]] = {}
+    for one in made.each:
+        if one.cut_again:
+            key = op_text(one.op_name), one.line or "?"
+            sent[key] = _tensor(one, paths), sent.get(key, ("", 0.0))[1] + one.collective.wire_bytes * one.collective.trips
+    resorts: dict[tuple[str, str], list[LastResort]] = {}
     for resort, line in made.last_resorts:
-        key = op_text(resort.op_name), line or "?"
-        nbytes = rows[key].bytes if key in rows else 0.0
-        rows[key] = Replicated(rows[key].tensor if key in rows else key[0], key[1], nbytes, resort.before, resort.after, True)
-    return tuple(sorted(rows.values(), key=lambda row: (-row.bytes, row.source, row.tensor)))
+        resorts.setdefault((op_text(resort.op_name), line or "?"), []).append(resort)
+    rows = [
+        Replicated(tensor, key[1], nbytes, "", "", involuntary=False)
+        for key, (tensor, nbytes) in sent.items()
+        if key not in resorts
+    ]
+    for key, own in resorts.items():
+        estimate = sum(resort.gathered_bytes for resort in own)
+        tensor, nbytes = sent.get(key, (key[0], estimate))
+        for resort in own:
+            share = resort.gathered_bytes / estimate if estimate else 1 / len(own)
+            rows.append(Replicated(tensor, key[1], nbytes * share, resort.before, resort.after, involuntary=True))
+    return tuple(sorted(rows, key=lambda row: (not row.involuntary, -row.bytes, row.source, row.tensor)))
 
 
 def _tensor(sent: Sent, paths: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -10,21 +11,29 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardplan.hlo.text import dtype_bits
+
 
 @dataclass(frozen=True, slots=True)
 class LastResort:
     """An array that XLA replicates to partition it in another way ("involuntary full rematerialization").
 
-    ``dtype`` and ``dims`` are those of a device's part before it; ``op_name`` and ``frame`` are the name and stack frame of its
-    op.
+    ``dtype`` and ``dims`` are those of a device's part before it, which is one of ``parts``; ``op_name`` and ``frame`` are the
+    name and stack frame of its op.
     """
 
     dtype: str
     dims: tuple[int, ...]
+    parts: int
     before: str
     after: str
     op_name: str
     frame: int
+
+    @property
+    def gathered_bytes(self) -> float:
+        """The bytes that a device receives of the other parts, once."""
+        return math.prod(self.dims) * (dtype_bits(self.dtype) or 0) / 8 * (self.parts - 1)
 
 
 _WARNING = re.compile(
@@ -67,7 +76,23 @@ def _read(found: re.Match[str]) -> LastResort:
     name, frame = _NAME.search(found["rest"]), _FRAME.search(found["rest"])
     dims = tuple(int(n) for n in found["dims"].split(",") if n)
     own = name[1] if name else "", int(frame[1]) if frame else 0
-    return LastResort(found["dtype"], dims, _spec(found["before"]), _spec(found["after"]), *own)
+    before, after = found["before"], found["after"]
+    return LastResort(found["dtype"], dims, _parts(before), _spec(before), _spec(after), *own)
+
+
+def _parts(sharding: str) -> int:
+    """Into how many parts a sharding cuts an array.
+
+    >>> _parts("{mesh['node'=2,'gpu'=4], [{'gpu'}, {}]}"), _parts("{devices=[4,1,2]<=[8] last_tile_dim_replicate}")
+    (4, 4)
+    """
+    if tiles := re.search(r"devices=\[([\d,]+)\]", sharding):
+        counts = [int(n) for n in tiles[1].split(",")]
+        return math.prod(counts[:-1] if "last_tile_dim" in sharding else counts)
+    mesh, _, dims = sharding.partition("], [")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    own = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", dims.partition("]")[0])
+    return math.prod(int(part) if part else sizes.get(name, 1) for name, part in own)
 
 
 def _spec(sharding: str) -> str:

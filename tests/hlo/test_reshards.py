@@ -95,5 +95,5 @@ def test_warnings_of_native_code_are_caught_and_all_else_is_written(capfd: objec
         os.write(2, WARNING.encode())
         os.write(2, b"something else\n")
         os.write(2, WARNING.encode())
-    assert log == [LastResort("f32", (8, 64), "P(('node', 'gpu'), None)", "P(None, 'gpu')", "jit(step)/tanh", 3)]
+    assert log == [LastResort("f32", (8, 64), 8, "P(('node', 'gpu'), None)", "P(None, 'gpu')", "jit(step)/tanh", 3)]
     assert capfd.readouterr().err == "something else\n"  # pyright: ignore[reportAttributeAccessIssue]

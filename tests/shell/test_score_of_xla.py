@@ -17,7 +17,13 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp
 from shardplan.errors import PinError, ShardplanError
+from shardplan.hlo.meter import HloCollective, measure
+from shardplan.hlo.reshards import Sent
+from shardplan.ir import Collective
 from shardplan.report.score_text import score_text
+from shardplan.shell.score_of_xla import replicated
+from shardplan.verify.compiler_log import LastResort
+from shardplan.verify.given import Compiled
 from tests.shell.test_score import BOTH, fsdp
 
 
@@ -129,6 +135,33 @@ def test_a_value_that_xla_replicates_to_cut_it_again_is_told_with_its_line(capfd
     text = score_text(found, title="a step")
     assert "Values that XLA gathers whole on every device, and then cuts in another way" in text
     assert row.source in text
+
+
+def test_each_last_resort_of_xla_is_a_row_with_its_bytes() -> None:
+    """Also two at one line, and one for which no collective is known."""
+    resorts = [
+        LastResort("f32", (8, 64, 64), 8, "P('all', None, None)", "P(None, 'all', None)", "jit(run)/mul", 1),
+        LastResort("f32", (8, 64, 64), 8, "P('all', None, None)", "P(None, None, 'all')", "jit(run)/mul", 1),
+        LastResort("bf16", (4, 8), 4, "P('gpu', None)", "P(None, 'gpu')", "jit(run)/add", 2),
+    ]
+    text = """HloModule m, num_partitions=8
+ENTRY %main (p: f32[1024]) -> f32[1024] {
+  ROOT %p = f32[1024]{0} parameter(0)
+}
+"""
+    lines = ["a.py:1 (f)", "a.py:1 (f)", "a.py:2 (f)"]
+    rows = replicated(Compiled(measure(text), (), 0, tuple(zip(resorts, lines, strict=True))), [])
+    part = 8 * 64 * 64 * 4
+    assert [(row.source, row.after, row.bytes) for row in rows] == [
+        ("a.py:1 (f)", "P(None, 'all', None)", 7 * part),
+        ("a.py:1 (f)", "P(None, None, 'all')", 7 * part),
+        ("a.py:2 (f)", "P(None, 'gpu')", 3 * 64),
+    ]
+    gather = HloCollective(Collective.ALL_GATHER, 64, 8, ((0, 1, 2, 3, 4, 5, 6, 7),), 1, "all-gather.1", "", "f32", 3)
+    gathered = Sent(gather, -1, "jit(run)/sub", "a.py:3 (f)", cut_again=True)
+    first, second = replicated(Compiled(measure(text), (gathered,), 0, tuple(zip(resorts[2:], lines[2:], strict=True))), [])
+    assert (first.involuntary, first.source) == (True, "a.py:2 (f)")
+    assert (second.involuntary, second.bytes) == (False, gathered.collective.wire_bytes)
 
 
 def test_a_score_initialises_no_device() -> None:

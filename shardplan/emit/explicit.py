@@ -21,7 +21,7 @@ from shardplan.emit.blocks import Blocks
 from shardplan.emit.manual import OWN, evaluated
 from shardplan.emit.stacked import partition_spec
 from shardplan.emit.transfers import Transfers
-from shardplan.emit.walk import Values, Walk
+from shardplan.emit.walk import Values, Walk, where_rows
 from shardplan.schedule import Block, Bundle, Compute, Fill, Instruction, Move, Reblock, Schedule, While, build
 from shardplan.schedule.planned import PlannedProgram
 from shardplan.tdl.rewrite import compilable, in_row_major_order
@@ -121,4 +121,4 @@ class ExplicitEmitter(Walk):
                 size = extents[d] // self.transfers.ways(factors)
                 at = lax.axis_index(self.transfers.axes(factors)) * size
                 on = lax.dynamic_slice_in_dim(on, at, size, d)
-        return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (x.ndim - on.ndim)), x.shape), x, otherwise)
+        return where_rows(on, x, otherwise)

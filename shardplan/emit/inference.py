@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.cost import Network
-from shardplan.emit.walk import Walk
+from shardplan.emit.walk import Walk, where_rows
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph
 from shardplan.ir import Constraint, Layout, Manual
@@ -96,7 +96,7 @@ class UnconstrainedEmitter(Walk):
 
     def chosen(self, on: Any, x: Any, otherwise: Any, loop: While, carry: int) -> Any:
         """A selection along the leading dims of a value."""
-        return lax.select(jax.numpy.broadcast_to(on.reshape(on.shape + (1,) * (np.ndim(x) - on.ndim)), np.shape(x)), x, otherwise)
+        return where_rows(on, x, otherwise)
 
 
 _SCOPE = "inferred_op"

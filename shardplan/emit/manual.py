@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardplan import _jax
+from shardplan.emit.walk import where_rows
 
 OWN = "collectives_of_the_step"
 """The named scope of code that the step itself runs on each device: its collectives are the user's, and no plan has them."""
@@ -90,11 +91,6 @@ def _while(params: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         if not batched:
             return after
         on = test(*inputs[:a], *state)[0]  # under vmap each element goes on as long as its own test holds
-        return [_where(on, x, before) for x, before in zip(after, state, strict=True)]
+        return [where_rows(on, x, before) for x, before in zip(after, state, strict=True)]
 
     return lax.while_loop(holds, iteration, start)
-
-
-def _where(on: Any, x: Any, otherwise: Any) -> Any:
-    """``x`` where ``on`` holds; ``on`` has the leading dims of both."""
-    return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (x.ndim - on.ndim)), x.shape), x, otherwise)

@@ -155,3 +155,8 @@ def literal(constant: Constant) -> Any:
 def _as(x: Any, like: Any) -> Any:
     """A carry keeps its type; only weakness of type can differ here."""
     return x if getattr(x, "dtype", None) == like.dtype else lax.convert_element_type(x, like.dtype)
+
+
+def where_rows(on: Any, x: Any, otherwise: Any) -> Any:
+    """``x`` in the rows where ``on`` holds, which has the leading dims of both, else ``otherwise``."""
+    return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (np.ndim(x) - on.ndim)), np.shape(x)), x, otherwise)

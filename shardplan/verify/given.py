@@ -15,6 +15,7 @@ from shardplan.hlo.lines import frame_lines
 from shardplan.hlo.meter import Measured, measure
 from shardplan.hlo.reshards import Sent, sent_by
 from shardplan.verify.compiler_log import LastResort, caught
+from shardplan.verify.runs import peak_bytes
 from shardplan.verify.stand_ins import stand_ins
 
 _OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
@@ -62,9 +63,7 @@ def compiled_as_given(
         lowered = jitted.lower(*traced.in_shapes)
         with caught() as log:
             compiled = lowered.compile(compiler_options=_OPTIONS if mesh.devices.flat[0].platform == "cpu" else None)
-    held: Any = compiled.memory_analysis()
-    peak = held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
     text = compiled.as_text() or ""
     lines = frame_lines(text)
     resorts = tuple((one, lines.get(one.frame, "")) for one in log)
-    return Compiled(measure(text), tuple(sent_by(text)), int(peak), resorts)
+    return Compiled(measure(text), tuple(sent_by(text)), peak_bytes(compiled), resorts)

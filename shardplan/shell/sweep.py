@@ -61,6 +61,27 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
+class _Recomputed:
+    """A step with ``remat="auto"`` under one memory limit: the seconds and peak bytes of its plan; or, where nothing fits
+    (``step_time_s`` is None), the bytes that the smallest plan needs; or why it is ``refused``.
+    """
+
+    step_time_s: float | None
+    peak_bytes: int
+    refused: str = ""
+
+    def advice(self, limit_bytes: int, *, exact: bool) -> str:
+        """What that means for a point with this limit; ``exact`` if it is the limit of the plan, else it is a larger one."""
+        if self.refused:
+            return f"it cannot have remat=auto: {self.refused}"
+        if self.step_time_s is not None:
+            step = f"{'' if exact else 'at most '}{seconds(self.step_time_s)}"
+            return f"with remat=auto it fits (step {step}, {size_text(self.peak_bytes)})"
+        fits = limit_bytes >= self.peak_bytes
+        return "with remat=auto it fits" if fits else f"with remat=auto it needs {sufficient_limit(self.peak_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
 class _Row:
     """A point to plan: its place in the order, its settings, the factory's arguments (``own``), the options of `plan`, the
     memory limit that they give, and the price of a device. Points with the same factory settings (``step``, by number) share a
@@ -144,9 +165,13 @@ def _values(vary: object) -> dict[str, list[Any]]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; arrays are only equal to themselves."""
+    """Whether two values are equal; arrays, also in lists and mappings, are only equal to themselves."""
     if hasattr(one, "shape") or hasattr(other, "shape"):
         return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_equal, one, other))
     return one == other
 
 
@@ -353,14 +378,10 @@ def _advise(made: _Step, rows: Sequence[tuple[_Row, Observer]], done: dict[int, 
     smallest limit: what fits there fits the others.
     """
     least, part = min(rows, key=lambda own: own[0].limit_bytes)
-    advice, needed = _recomputed(made, least, part)
+    found = _recomputed(made, least, part)
     for row, _ in rows:
-        own = advice
-        if needed is not None and row.limit_bytes >= needed:
-            own = "with remat=auto it fits"
-        elif needed is None and row is not least:
-            own = advice.replace("(step ", "(step at most ")
-        done[row.place] = replace(done[row.place], remedy=f"{done[row.place].remedy}; {own}")
+        advice = found.advice(row.limit_bytes, exact=row is least)
+        done[row.place] = replace(done[row.place], remedy=f"{done[row.place].remedy}; {advice}")
 
 
 def _step(factory: Callable[..., Any], name: str, own: Mapping[str, Any], planning: Mapping[str, Any]) -> _Step | str:
@@ -401,17 +422,17 @@ def _point(made: _Step, row: _Row, observer: Observer) -> Point:
     return replace(point, step_time_s=planned.step_time_s, peak_bytes=planned.peak_bytes, stopped=planned.stopped)
 
 
-def _recomputed(made: _Step, row: _Row, observer: Observer) -> tuple[str, int | None]:
-    """(advice on ``remat="auto"`` for a point that does not fit, the bytes that it needs if it still does not fit)."""
+def _recomputed(made: _Step, row: _Row, observer: Observer) -> _Recomputed:
+    """What ``remat="auto"`` does for a point that does not fit."""
     try:
         planned = plan(made.step, *made.args, observer=observer, traced=made.traced, **{**row.planning, "remat": "auto"})
     except MemoryLimitError as error:
-        return f"with remat=auto it needs {sufficient_limit(error.smallest_bytes)}", error.smallest_bytes
+        return _Recomputed(None, error.smallest_bytes)
     except ShardplanError as error:
-        return f"it cannot have remat=auto: {_line(error)}", None
+        return _Recomputed(None, 0, refused=_line(error))
     if planned.stopped == "interrupted":
         raise KeyboardInterrupt
-    return f"with remat=auto it fits (step {seconds(planned.step_time_s)}, {size_text(planned.peak_bytes)})", None
+    return _Recomputed(planned.step_time_s, planned.peak_bytes)
 
 
 def _neighbours(point: Point, points: Sequence[Point]) -> str:
@@ -421,7 +442,7 @@ def _neighbours(point: Point, points: Sequence[Point]) -> str:
         for other in points
         if other.fits
         for name in point.settings
-        if other.settings == {**point.settings, name: other.settings[name]}
+        if all(n == name or _equal(other.settings[n], value) for n, value in point.settings.items())
     ]
     return f"; in this sweep it fits with {', '.join(found)}" if found else ""
 

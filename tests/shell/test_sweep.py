@@ -400,6 +400,14 @@ def test_values_that_look_alike_are_points_of_their_own() -> None:
     assert [p.samples for p in made.points] == [32, 64]
 
 
+def test_what_fits_instead_is_found_among_settings_with_arrays() -> None:
+    sizes, pair = [np.array([32, 32]), np.array([64, 64])], (np.zeros(2), np.ones(2))
+    vary = {"sizes": sizes, "pair": [pair, {"x": pair[0]}], "memory": ["4KiB", "1GiB"]}
+    made = shardplan.sweep(lambda sizes, pair: _factory(batch=int(sizes[0])), vary=vary, cluster="2x2")
+    assert [p.fits for p in made.points] == [False, True] * 4
+    assert all(str(p.remedy).endswith("; in this sweep it fits with memory=1GiB") for p in made.points[::2])
+
+
 def test_purposes_and_placements_vary(run: Run) -> None:
     words = ["--cluster", "2x4", "--vary", "axes=data=8,[data=4,tensor=2],data=3", "--json"]
     code, text, _ = run(*MLP, *words)

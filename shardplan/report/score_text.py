@@ -135,9 +135,9 @@ def _losses(score: Score) -> str:
     ]
     shown = _shown(gains)
     if rest := order[shown:]:
-        fewer = sum(own[p].bytes for g in rest for p in g.paths)
-        count = sum(len(g.paths) for g in rest)
-        rows[shown:] = [[f"{count} others, together", None, None, seconds(sum(gains[shown:])), size(fewer), None]]
+        others = [own[p] for g in rest for p in g.paths]
+        most = seconds(max(loss.seconds for loss in others)), size(max(loss.bytes for loss in others))
+        rows[shown:] = [[f"{len(others)} others, each at most", None, None, *most, None]]
     heading = (
         "What a step gains if only this argument is sharded differently, with the best layouts inside (gains do not add up):\n\n"
     )

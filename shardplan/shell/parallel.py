@@ -41,12 +41,12 @@ from shardplan.shell.shrunken import checked
 _log = logging.getLogger("shardplan")
 
 
-_PLAN_OPTIONS = tuple(
-    name
+_PLAN_OPTIONS = {
+    name: p.default
     for name, p in inspect.signature(make_plan).parameters.items()
-    if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("cluster", "donate_argnums", "kwargs")
-)
-"""The options of `shardplan.plan` that the decorator passes on."""
+    if p.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("cluster", "donate_argnums", "kwargs", "traced")
+}
+"""The options of `shardplan.plan` that the decorator passes on, with their defaults. It traces its own calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,15 +313,16 @@ class Parallel:
     ) -> Plan | PlacedPlan:
         """The plan in ``cache_dir``, or a new one that is kept there."""
         settings, cache_dir = self._settings, Path(str(self._settings.cache_dir))
+        options = {**_PLAN_OPTIONS, **settings.options}
         cluster = resolve_cluster(settings.cluster)[0]
         key = (
             fingerprint(traced, numbers=False),
             cluster.fingerprint(),
             sorted(CONSTANTS.literals.items()),
             call.donated,
-            memory_limit(settings.options.get("memory_limit"), cluster.device, os.environ),
-            placement_text(settings.options.get("placement"), traced.program, cluster),
-            sorted((k, option_text(k, v)) for k, v in settings.options.items() if k not in _KEYED),
+            memory_limit(options["memory_limit"], cluster.device, os.environ),
+            placement_text(options["placement"], traced.program, cluster),
+            sorted((k, option_text(k, v)) for k, v in options.items() if k not in _KEYED),
         )
         file = cache_dir / (hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest() + ".plan.json")
         if file.exists():

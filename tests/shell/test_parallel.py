@@ -149,6 +149,18 @@ def test_a_kept_plan_is_the_plan_again(tmp_path: Path) -> None:
     assert again.search_s == first.search_s, "it was read, not searched for"
 
 
+def test_a_default_that_is_spelled_out_makes_no_other_plan(tmp_path: Path) -> None:
+    for options in ({}, {"placement": "one"}, {"remat": "none", "pins": {}, "replicate": []}):
+        _kept(tmp_path, **options)
+    assert len(list(tmp_path.glob("*.plan.json"))) == 1
+
+
+def test_a_trace_is_no_option_of_the_decorator() -> None:
+    """It would hold for one call's arguments alone, and its text differs between processes."""
+    with pytest.raises(shardplan.ShardplanError, match="parallelize has no option 'traced'"):
+        shardplan.parallelize("4", traced=None)
+
+
 def test_a_plan_is_kept_for_each_step_cluster_and_choice(tmp_path: Path) -> None:
     other: list[dict[str, Any]] = [{}, {"cluster": "2"}, {"donate_argnums": 1}, {"donate_argnums": 2}, {"pins": {"w": P("gpu")}}]
     other += [{"step": lambda n, w, b: w - n * b}]

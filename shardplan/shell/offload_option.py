@@ -25,15 +25,15 @@ def read_hosted(given: str | Sequence[str], cluster: Cluster) -> Hosted:
 
 
 def hosted(given: str | Sequence[str]) -> Hosted:
-    """The arguments that stay in host memory, on any cluster.
+    """The arguments that stay in host memory, on any cluster; no globs for "none" and for an empty list.
 
     Raises:
         ShardplanError: for a value that is neither one of the words nor globs.
     """
-    if given == "none":
+    globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else None
+    if given == "none" or globs == ():
         return ()
-    globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
-    if given != "auto" and (not globs or not all(isinstance(glob, str) for glob in globs)):
+    if given != "auto" and (globs is None or not all(isinstance(glob, str) for glob in globs)):
         raise ShardplanError(
             f"unsupported offload={given!r}: use 'none', 'auto', or a list of globs of argument paths, such as ['opt_state/*']"
         )

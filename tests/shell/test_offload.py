@@ -121,7 +121,8 @@ def test_reports_say_what_lies_in_host_memory() -> None:
 def test_options_that_are_none_are_refused() -> None:
     step, args = mlp.train_step()
     on = machine("2x4:slow")
-    for wrong in ("always", [], [1], 3):
+    assert not shardplan.plan(step, *args, cluster=on, offload=()).data.offloaded
+    for wrong in ("always", "", [1], 3):
         with pytest.raises(ShardplanError, match="unsupported offload="):
             shardplan.plan(step, *args, cluster=on, offload=wrong)
     with pytest.raises(OffloadError, match="state/params"):

@@ -115,6 +115,21 @@ def add_target_options(one: Parser) -> None:
         help="what runs the plan: each device its own program (explicit), or XLA's partitioner (specs)",
     )
     _add_mesh_options(one)
+    add_step_options(one)
+    one.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
+    )
+    one.add_argument("--one-choice", metavar="auto|none|timesteps|layers", help="what shares one layout (default: auto)")
+    one.add_argument(
+        "--time-model",
+        metavar="overlap|sum",
+        help="how seconds add up: communication hides behind compute, or everything takes its turn (default: overlap)",
+    )
+    _add_memory_options(one)
+
+
+def add_step_options(one: argparse.ArgumentParser) -> None:
+    """Adds what a step allows: ``--donate`` and ``--replicate``."""
     one.add_argument(
         "--donate",
         action="append",
@@ -130,16 +145,6 @@ def add_target_options(one: Parser) -> None:
         metavar="PRIMITIVE",
         help="a primitive that may run whole on every device; may be repeated",
     )
-    one.add_argument(
-        "--time-budget", type=float, metavar="SECONDS", help="limit for all of planning; after it, the best plan so far is used"
-    )
-    one.add_argument("--one-choice", metavar="auto|none|timesteps|layers", help="what shares one layout (default: auto)")
-    one.add_argument(
-        "--time-model",
-        metavar="overlap|sum",
-        help="how seconds add up: communication hides behind compute, or everything takes its turn (default: overlap)",
-    )
-    _add_memory_options(one)
 
 
 def _add_memory_options(one: argparse.ArgumentParser) -> None:

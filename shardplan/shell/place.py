@@ -11,7 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardplan.errors import PlacementError
+from shardplan.frontend.argnums import positions
 from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph import flatten
@@ -19,7 +22,7 @@ from shardplan.ir import Program
 from shardplan.mesh import Cluster
 from shardplan.placement.configurations import Strategy
 from shardplan.placement.device_groups import Region, used_groups
-from shardplan.placement.device_topology import machine_of
+from shardplan.placement.device_topology import DeviceTopology, machine_of
 from shardplan.placement.grouping import operator_graph
 from shardplan.placement.held_bytes import Memory, check_memory
 from shardplan.placement.mcmc import ChainLimits, Observer
@@ -37,6 +40,7 @@ from shardplan.report.placement_timeline import PlacementTimeline, placement_tim
 from shardplan.search.inference import anytime
 from shardplan.shell.api import checked_observer, plan, warn_of_graph
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
+from shardplan.shell.memory_default import memory_limit as read_limit
 from shardplan.shell.placements import assignment_of
 
 _log = logging.getLogger("shardplan")
@@ -54,7 +58,7 @@ class Placement:
     simulated the same way. ``plan_priced_s`` is the step time of that plan as the planner prices it. ``schedule_s`` is the step
     time of the schedule that "fd-dps" or "heft" made, even if a faster start is the answer. ``origin`` says what found the
     strategy. ``simulations_per_s`` counts the proposals that one core decides. ``regions`` are those that the method "regions"
-    made: connected operators on one group of devices.
+    made: connected operators on one group of devices. ``replicate`` are the primitives that may run whole on every device.
     """
 
     problem: PlacementProblem
@@ -70,6 +74,7 @@ class Placement:
     plan_priced_s: float | None = None
     schedule_s: float | None = None
     interrupted: bool = False
+    replicate: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         count = len(self.strategy)
@@ -98,7 +103,7 @@ class Placement:
         own = self.problem.machine.cluster
         if own.fingerprint() != cluster.fingerprint():
             raise PlacementError(f"the placement is for {own.name}, not for {cluster.name}: place the step there")
-        graph = operator_graph(flatten(program), program)
+        graph = operator_graph(flatten(program, replicate=self.replicate), program)
         if fingerprint(graph) != fingerprint(self.problem.graph):
             raise PlacementError("the placement is for another step, or for other shapes: place this step")
         return assignment_of(program, graph, self.groups)
@@ -206,6 +211,9 @@ def place(
     method: str = "mcmc",
     speed: Sequence[float] | None = None,
     proposals: int | None = None,
+    memory_limit: int | float | str | None = None,
+    donate_argnums: Sequence[int] | int = (),
+    replicate: Sequence[str] = (),
     observer: anytime.Observer | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Placement:
@@ -224,6 +232,9 @@ def place(
             schedule whole operators on single devices (then a faster start is the answer in their place).
         speed: A factor on the speed of each device of the cluster. Parts are equal, so a slower device takes longer.
         proposals: The most proposals of each chain.
+        memory_limit: Bytes per device, or "auto", as in `shardplan.plan`; by default all of the device's memory. A single device
+            with less memory than the others keeps its own limit.
+        donate_argnums, replicate: As in `shardplan.plan`. A plan with this placement takes the same ones.
         observer: Called with the current activity and the fraction done.
         kwargs: The arguments that the step takes by name alone.
 
@@ -237,12 +248,14 @@ def place(
     if method not in ("mcmc", "regions", *SCHEDULERS):
         raise PlacementError(f"the method {method!r} does not exist: use mcmc, regions, fd-dps or heft")
     tell = checked_observer(observer)
+    donated = positions(donate_argnums, len(args), "donate_argnums")
     resolved, _ = resolve_cluster(cluster, unequal=True)
+    machine = _within(machine_of(resolved, speed), memory_limit)
     positional, values = as_positional(step, args, kwargs)
     tell("tracing", 0.0)
-    program = trace_step(positional, values).program
-    graph = flatten(program)
-    problem = problem_of(operator_graph(graph, program), machine_of(resolved, speed))
+    program = trace_step(positional, values, donated).program
+    graph = flatten(program, replicate=replicate)
+    problem = problem_of(operator_graph(graph, program), machine)
     if method == "regions" and problem.machine.absent:
         raise PlacementError("method 'regions' makes groups of all devices, and some are absent here: use mcmc, fd-dps or heft")
     known = {file: read_strategy_file(file, problem) for file in files}
@@ -250,11 +263,24 @@ def place(
         names = _without_plan(names, files)
     if "plan" not in names:
         warn_of_graph(graph, resolved.device)  # planning warns by itself
-    planned, priced_s = _planned(problem, step, args, resolved, kwargs, tell) if "plan" in names else (None, None)
+    options = {"donate_argnums": donate_argnums, "replicate": replicate, "kwargs": kwargs}
+    planned, priced_s = _planned(problem, step, args, resolved, options, tell) if "plan" in names else (None, None)
     tell("simulating the starts", 0.0)
     starts, limits = known | starts_of(problem, names, seed, planned), ChainLimits(budget_s, proposals)
     found, regions = _searched(problem, method, starts, limits, chains, seed, _heard(tell, method))
-    return _placement(problem, method, found, regions, priced_s)
+    return replace(_placement(problem, method, found, regions, priced_s), replicate=tuple(replicate))
+
+
+def _within(machine: DeviceTopology, limit: int | float | str | None) -> DeviceTopology:
+    """The machine in which no device holds more than a limit; None: as much as its memory."""
+    if limit is None:
+        return machine
+    device = machine.cluster.device
+    sizes = {
+        int(n): read_limit(limit, replace(device, memory_bytes=int(n)), os.environ).nbytes for n in set(machine.memory_bytes)
+    }
+    least = [min(sizes[n], n) if n < device.memory_bytes else sizes[n] for n in machine.memory_bytes.tolist()]
+    return replace(machine, memory_bytes=np.array(least))
 
 
 def _placement(
@@ -320,13 +346,13 @@ def _planned(
     step: Callable[..., Any],
     args: Sequence[Any],
     cluster: Cluster,
-    kwargs: Any,
+    options: Mapping[str, Any],
     tell: anytime.Observer,
 ) -> tuple[Strategy, float]:
     """(the plan on all devices, taken as equal, as a strategy; the step time that the planner prices)."""
     cluster = replace(cluster, single_devices=(), single_links=())
     observer = anytime.Part(tell, 0.0, 1.0, "the plan on all devices")
-    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, kwargs=kwargs, observer=observer)
+    made = plan(step, *args, cluster=cluster, memory_limit=_NO_LIMIT, observer=observer, **options)
     if made.stopped == "interrupted":  # a search from an interrupted plan would go on against the user's wish
         raise KeyboardInterrupt
     return from_plan(problem, made._data.choices, made.factors), made.step_time_s

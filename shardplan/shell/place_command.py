@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from shardplan.report.report import Report
-from shardplan.shell.arguments import add_command, check_outputs, count
+from shardplan.shell.arguments import add_command, add_step_options, check_outputs, count
 
 
 def add_place_command(commands: Any) -> None:
@@ -19,6 +19,12 @@ def add_place_command(commands: Any) -> None:
         "--cluster", required=True, metavar="CLUSTER", help='a preset with its node count ("flexflow-p100:4"), a file or a shape'
     )
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the factory; may be repeated")
+    one.add_argument(
+        "--memory",
+        metavar="auto|SIZE",
+        help="memory limit per device, such as \"70GiB\"; auto: what JAX's allocator gives (default: all of the device's memory)",
+    )
+    add_step_options(one)
     one.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="the most seconds to search (default: 60)")
     one.add_argument("--chains", type=count, metavar="N", help="chains, which begin at the starts in turn (default: one each)")
     one.add_argument("--proposals", type=count, metavar="N", help="the most proposals of each chain (default: no limit)")
@@ -60,6 +66,9 @@ def _place(options: argparse.Namespace) -> Report:
             start=tuple(name.strip() for name in options.start.split(",")),
             method=options.method,
             proposals=options.proposals,
+            memory_limit=options.memory,
+            donate_argnums=tuple(options.donate),
+            replicate=tuple(options.replicate),
             observer=progress,
         )
     text = placed.text(options.target)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
 
 import shardplan
+from shardplan.mesh.singles import SingleDevice
 from shardplan.shell.cli import main
 from shardplan.shell.target import load_target
 
@@ -104,6 +108,45 @@ def test_the_function_answers_like_the_command() -> None:
     assert "tracing" in told
     assert "Placement of 3 operators" in repr(made)
     assert all(gain is None or gain + made.step_time_s >= 0 for gain in made.gains)
+
+
+def test_no_device_holds_more_than_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    step, args = load_target("models.mlp:train_step", {})
+    with pytest.raises(shardplan.PlacementMemoryError) as raised:
+        shardplan.place(step, *args, cluster="2x2", start="dp", memory_limit=1)
+    _, held, has = raised.value.needs["dp"]
+    assert has == 1
+    assert _run(capsys, "--start", "dp", "--memory", str(held))[0] == 0
+    code, _, err = _run(capsys, "--start", "dp", "--memory", str(held - 1))
+    assert code == 2
+    assert "no strategy to begin from fits in memory (dp holds" in err
+    assert _run(capsys, "--start", "dp", "--memory", "auto")[0] == 0
+
+
+def test_a_device_with_less_memory_keeps_its_own_limit() -> None:
+    cluster = shardplan.Cluster.load("2x2")
+    small = replace(cluster, single_devices=(SingleDevice(1, memory_bytes=2**30),))
+    step, args = load_target("models.mlp:train_step", {})
+    made = shardplan.place(step, *args, cluster=small, start="dp", proposals=1, memory_limit="40GiB")
+    assert made.problem.machine.memory_bytes.tolist() == [40 * 2**30, 2**30, 40 * 2**30, 40 * 2**30]
+
+
+def test_what_a_step_allows_holds_for_its_placement_and_the_plan_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A primitive without a description, and an argument whose buffers are reused."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - unheard_of.bind(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
+
+    unheard_of = Primitive("unheard_of")
+    unheard_of.def_abstract_eval(lambda x: x)
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((128, 64), "float32")
+    given: dict[str, Any] = {"replicate": ("unheard_of",), "donate_argnums": 0}
+    with pytest.raises(shardplan.UndescribedPrimitiveError, match="unheard_of"):
+        shardplan.place(step, *args, cluster="2", proposals=1)
+    made = shardplan.place(step, *args, cluster="2", proposals=1, **given)
+    assert made.plan_s is not None
+    assert shardplan.plan(step, *args, cluster="2", placement=made, **given).step_time_s > 0
+    assert _run(capsys, "--start", "dp,plan", "--donate", "0", "--replicate", "sort")[0] == 0
 
 
 def test_an_interrupt_while_the_start_is_planned_ends_the_search() -> None:

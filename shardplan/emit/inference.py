@@ -7,7 +7,7 @@ runs before it partitions, says where each result lies. Nothing is compiled, and
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -135,7 +135,15 @@ def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[Pa
             lowered = traced_anew.lower(lowering_platforms=(LOWERED_FOR,))
     except (NotImplementedError, ValueError) as error:
         raise _jax.UnknownShardyError(str(error).partition("\n")[0]) from error
-    return _by_tensor(_jax.inferred(lowered, planned.names, planned.sizes), planned.graph, planned.names)
+    graph, names = planned.graph, planned.names
+    given = {t: _layout(spec, len(graph.tensors[t].shape), names) for t, spec in zip(graph.inputs, specs, strict=True)}
+    return _through_loops(given | _by_tensor(_jax.inferred(lowered, names, planned.sizes), graph, names), graph)
+
+
+def _layout(spec: PartitionSpec, rank: int, names: Sequence[str]) -> Layout:
+    """A PartitionSpec over axes of these names as a layout."""
+    dims = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
+    return Layout(tuple(tuple(names.index(axis) for axis in dim) for dim in (*dims, *[()] * (rank - len(dims)))))
 
 
 def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str]) -> dict[int, Layout]:
@@ -166,3 +174,20 @@ def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str
     if lost:
         raise _jax.UnknownShardyError(f"{len(lost)} of {len(products)} products are not found, such as that at {lost[0].source}")
     return {t: layout for t, layout in found.items() if layout is not None}
+
+
+def _through_loops(found: Mapping[int, Layout], graph: Graph) -> dict[int, Layout]:
+    """The layouts, with those of values that enter or leave loops: a stack lies as its slices do, whole along the iterations.
+
+    XLA slices and stacks in ops of its own, which stand for none of the step.
+    """
+    known = dict(found)
+    while True:
+        before = len(known)
+        for link in graph.links:
+            for one, other, lift in ((link.source, link.target, link.lift), (link.target, link.source, -link.lift)):
+                if one in known and other not in known:
+                    dims = known[one].dims
+                    known[other] = Layout(((), *dims) if lift < 0 else dims[lift:])
+        if len(known) == before:
+            return known

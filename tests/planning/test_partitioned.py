@@ -75,6 +75,27 @@ def test_loops_are_inferred_with_their_bodies_and_calls() -> None:
     assert layouts[made["dot_general"]] == layouts[made["tanh"]] == Layout(((0, 1), ()))
 
 
+def test_what_a_loop_stacks_and_slices_lies_as_in_the_loop() -> None:
+    """XLA does so in ops of its own, which stand for none of the step: the saved activations, and the weights of a layer."""
+
+    def looped(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w), None
+
+        return w - jax.grad(lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0]))(w)
+
+    shapes = jax.ShapeDtypeStruct((3, 64, 64), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+    plan = shardplan.plan(looped, *shapes, cluster="2x4", pins={"w": P(None, "gpu"), "x": P(BOTH)}, factors={})
+    layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    lifts = {link.lift for link in plan.graph.links}
+    assert {1, -1} <= lifts
+    assert all(t in layouts for link in plan.graph.links for t in (link.source, link.target))
+    stacks = {layouts[t] for t, x in enumerate(plan.graph.tensors) if x.shape == (3, 512, 64)}
+    weights = {layouts[t] for t, x in enumerate(plan.graph.tensors) if x.shape == (3, 64, 64)}
+    assert stacks == {Layout(((), (0, 1), ()))}
+    assert weights == {Layout(((), (1,), ()))}
+
+
 def test_a_jax_without_the_passes_is_told(plan: shardplan.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardplan._jax.shardy._PASSES", "no-such-pass")
     with pytest.raises(_jax.UnknownShardyError):

@@ -21,7 +21,7 @@ from shardplan.search.strategy.pins import for_pins, pinned_domains
 
 def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Session, float]:
     """(the session in which the values inside the step have these ``layouts``, by tensor, wherever its pins leave a choice; the
-    share of those values' bytes that ``layouts`` decide).
+    share of those values' bytes that lie so).
 
     Tensors that share a variable have the layout that most of their bytes have. An op is cut only as its operands or results are:
     a partitioner computes whole what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which
@@ -33,7 +33,7 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Sessio
     problem = for_pins(problem, session.pins)
     free = pinned_domains(problem, session.pins)
     domains = _held(problem, free, layouts)
-    share = _share(problem, free, domains)
+    share = _share(problem, free, domains, layouts)
     solver = Solver(problem, memory.liveness(problem, session.donated))
     cuts = {n: _cuts(problem, problem.graph.nodes[n], domains) for n in problem.coarse.joins}
     domains = _scattered(problem, cuts, free, domains)
@@ -41,15 +41,19 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Sessio
     return replace(session, problem=problem, solution=solution, bound=None, extractor=Extractor.of(problem)), share
 
 
-def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain]) -> float:
-    """The share of tensors' bytes with one layout left in ``held``, among those with a choice in ``free``; 1 if none has one."""
-    chosen = open_ = 0
+def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain], layouts: Mapping[int, Layout]) -> float:
+    """The share of tensors' bytes that lie in ``held`` as ``layouts`` say, among those with a choice in ``free``; 1 if none has
+    one. A tensor without a layout of its own counts if its variable is decided.
+    """
+    known = total = 0
     for t, tensor in enumerate(problem.graph.tensors):
         v = problem.coarse.of[t]
-        if v != FREE and len(free[v]) > 1:
-            open_ += tensor.nbytes
-            chosen += tensor.nbytes if len(held[v]) == 1 else 0
-    return chosen / open_ if open_ else 1.0
+        if v == FREE or len(free[v]) == 1:
+            continue
+        total += tensor.nbytes
+        if len(held[v]) == 1 and layouts.get(t) in (None, problem.resharder.layout(tensor.shape, held[v][0])):
+            known += tensor.nbytes
+    return known / total if total else 1.0
 
 
 def _held(problem: Problem, domains: Sequence[Domain], layouts: Mapping[int, Layout]) -> list[Domain]:

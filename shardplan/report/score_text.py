@@ -52,13 +52,13 @@ def _remarks(score: Score) -> str:
 
 def _inside(score: Score) -> str:
     """How all values but the arguments lie."""
-    best = "as is best with them, so XLA may do worse"
     if not score.inferred:
-        return f"all other values {best}"
+        return "all other values as is best with them, so XLA may do worse"
     if score.inferred_share == 1:
         return "all other values as XLA's partitioner infers from that"
     percent = min(99.9, math.floor(1000 * score.inferred_share) / 10)
-    return f"{percent:g}% of the bytes of other values as XLA's partitioner infers from that, the rest {best}"
+    part = f"{percent:g}% of the bytes of other values as XLA's partitioner infers from that"
+    return f"{part}, the rest otherwise, so XLA may do worse"
 
 
 def _figures(score: Score) -> str:

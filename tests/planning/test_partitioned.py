@@ -134,6 +134,11 @@ def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch)
         first = next(node for node in planned.graph.nodes if node.signature.contracts)
         return {t: layout for t, layout in inferred_layouts(planned, *rest).items() if t in first.outputs}
 
+    def apart(planned: Any, *rest: Any) -> dict[int, Layout]:
+        """Another layout for a value that shares one with its operand."""
+        elementwise = next(node for node in planned.graph.nodes if node.signature.elementwise)
+        return {**inferred_layouts(planned, *rest), elementwise.outputs[0]: Layout(((), (1,)))}
+
     def found() -> shardplan.Score:
         return shardplan.score(chain, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH))
 
@@ -142,9 +147,11 @@ def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch)
     part = found()
     assert part.inferred
     assert 0 < part.inferred_share < 1
-    assert "% of the bytes of other values as XLA's partitioner infers from that, the rest as is best" in score_text(
+    assert "% of the bytes of other values as XLA's partitioner infers from that, the rest otherwise" in score_text(
         part, title="a"
     )
+    monkeypatch.setattr("shardplan.shell.score.inferred_layouts", apart)
+    assert 0 < found().inferred_share < 1
     monkeypatch.setattr("shardplan.shell.score.inferred_layouts", lambda *_: {})
     assert (found().inferred, found().inferred_share) == (False, 0)
 

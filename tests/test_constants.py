@@ -38,7 +38,6 @@ ELSEWHERE = {
     "dag/exact.py MAX_TASKS": "more are an error",
     "dag/memory.py NODES": "packings not found by then are an error",
     "dag/memory.py SLACK": "the rounding of sums of bytes",
-    "hlo/reshards.py _STEPS": "reads compiled programs, after the plan",
     "hlo/undo.py _STEPS": "reads compiled programs, after the plan",
     "mesh/checks.py LARGEST_PART": "more are an error",
     "mesh/checks.py MOST_SECONDS": "more are an error",

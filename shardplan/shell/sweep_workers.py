@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from shardplan.errors import ShardplanError
+from shardplan.user_code import users_code
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -22,13 +23,8 @@ def in_processes(function: Callable[[_Item], _Result], items: Sequence[_Item], w
     Raises:
         ShardplanError: if the function or an item cannot be sent to another process, or a process ends early.
     """
-    try:
+    with users_code(lambda error: _unsent(workers, error)):
         pickle.dumps((function, items))
-    except Exception as error:
-        raise ShardplanError(
-            f"workers={workers}: the factory or a setting cannot be sent to another process ({' '.join(str(error).split())}): "
-            "give a function of a module, or workers=1"
-        ) from error
     # new processes, not forks: JAX has threads, and the lock that one of them holds would be held in a fork forever
     pool = ProcessPoolExecutor(min(workers, len(items)), multiprocessing.get_context("spawn"), _ignore_interrupts)
     processes = pool._processes  # pyright: ignore[reportPrivateUsage]  # terminate_workers comes with Python 3.14
@@ -41,6 +37,13 @@ def in_processes(function: Callable[[_Item], _Result], items: Sequence[_Item], w
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list((processes or {}).values()):
             process.terminate()
+
+
+def _unsent(workers: int, error: BaseException) -> ShardplanError:
+    return ShardplanError(
+        f"workers={workers}: the factory or a setting cannot be sent to another process ({' '.join(str(error).split())}): give a "
+        "function of a module, or workers=1"
+    )
 
 
 def _ignore_interrupts() -> None:

@@ -249,7 +249,6 @@ def _balanced(cost: Floats, places: Ints, count: int) -> Ints:
 def _outer(program: Program, loop: Op, inner: Mapping[int, int]) -> dict[int, int]:
     """The stage of each op outside of the loop."""
     body = loop.bodies[0]
-    known: dict[int, int] = {}  # the stage of tensors
     reader: dict[int, int] = {}
     for op in body.ops:
         for t in op.tensors if op.id in inner else ():
@@ -257,6 +256,7 @@ def _outer(program: Program, loop: Op, inner: Mapping[int, int]) -> dict[int, in
     outside = dict(zip(body.inputs, loop.inputs, strict=True))
     first = {s: reader[t] for t, s in outside.items() if isinstance(s, int) and t in reader}
     makers = {t: inner[op.id] for op in body.ops if op.id in inner for t in op.outputs}
+    # the stage of tensors
     known = {t: makers[o] for t, o in zip(loop.outputs, body.outputs, strict=True) if isinstance(o, int) and o in makers}
     free = free_ops(program)
     ops = [op for op in program.ops if op is not loop and op.id not in free]

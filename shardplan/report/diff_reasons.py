@@ -11,10 +11,8 @@ from shardplan.ir import Factor
 from shardplan.mesh import Cluster
 from shardplan.plans.data import PlanData
 from shardplan.report.diff_views import View
-from shardplan.report.tables import rate, seconds, size
+from shardplan.report.tables import NEAR, rate, seconds, size
 
-_NEAR = 1e-6
-"""The relative change from which a limit binds (as in explanations) or a price differs."""
 _PRICES = 3
 """The most collectives whose prices are compared."""
 _LINE = re.compile(r"^  (the pin .*|runner-up .*|no other layout .*|P\(.*\) alone would save .*)$", re.M)
@@ -56,7 +54,7 @@ def _limit(own: View, other: View) -> str:
     limit = min(part.plan.memory_limit for part in own.parts)
     plans = [part.plan for part in own.parts]
     free = [(plan.searched_s, plan.unlimited_s) for plan in plans if plan.unlimited_s is not None]
-    slower = [f"{seconds(without_s)} -> {seconds(own_s)}" for own_s, without_s in free if own_s > without_s * (1 + _NEAR)]
+    slower = [f"{seconds(without_s)} -> {seconds(own_s)}" for own_s, without_s in free if own_s > without_s * (1 + NEAR)]
     if slower:
         return f"{size(limit)} binds: it makes the search's best {', '.join(slower)}"
     needed = max(part.plan.peak_bytes for part in other.parts)
@@ -121,7 +119,7 @@ def _mesh(factors: tuple[Factor, ...]) -> str:
 def _prices(a: View, b: View) -> Iterator[Pair]:
     """Collectives of equal kind, size and devices whose prices differ, largest change first."""
     old, new = _priced(a), _priced(b)
-    changed = [key for key in old if key in new and abs(new[key] - old[key]) > _NEAR * max(old[key], new[key])]
+    changed = [key for key in old if key in new and abs(new[key] - old[key]) > NEAR * max(old[key], new[key])]
     changed.sort(key=lambda key: (-abs(new[key] - old[key]), key))
     for key in changed[:_PRICES]:
         kind, axes, nbytes, _ = key

@@ -66,7 +66,7 @@ def _layouts(rows: Sequence[Moved], names: tuple[str, str]) -> list[str]:
     """The arguments whose layouts differ; those whose communication changes most are followed by reasons and costs."""
     if not rows:
         return []
-    weight = {r.name: max(abs(r.costs[1].communication_s - r.costs[0].communication_s), 0.0) for r in rows}
+    weight = {r.name: abs(r.costs[1].communication_s - r.costs[0].communication_s) for r in rows}
     told = sorted(rows, key=lambda r: (-weight[r.name], r.name))[:_SHOWN]
     lines = ["Layouts of arguments, and of the results that replace them"]
     for row in rows:

@@ -13,7 +13,7 @@ from shardplan.plans.data import Argument, PlanData
 from shardplan.plans.files import AnyData
 from shardplan.plans.placed_data import PlacedData, conditions
 from shardplan.report.paths import apart
-from shardplan.report.placed_text import device_ranges
+from shardplan.report.tables import device_ranges
 
 _RUN = ("backend", "microbatches", "remat", "donate_argnums")
 _OF_A_GROUP = ("compute_s", "communication_s", "communication_bytes", "peak_bytes")

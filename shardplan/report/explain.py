@@ -28,7 +28,7 @@ from shardplan.report.plan_text import (
     constants_text,
     host_text,
 )
-from shardplan.report.tables import seconds, size
+from shardplan.report.tables import NEAR, seconds, size
 from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
 
@@ -154,7 +154,7 @@ class _Why:
         hits = [p for p in pins if path is None or fnmatch.fnmatchcase(path, p)]
         texts = [f"the pin {p!r} = {spec_text(pins[p])} fixes {'it' if path else 'what it matches'}" for p in hits]
         unlimited_s = plan.unlimited_s
-        if path is None and unlimited_s is not None and plan.searched_s > unlimited_s * (1 + 1e-6):
+        if path is None and unlimited_s is not None and plan.searched_s > unlimited_s * (1 + NEAR):
             texts.append(
                 f"the memory limit of {size(plan.memory_limit)} binds: without it a step takes {seconds(unlimited_s)}, "
                 f"{_more(unlimited_s - plan.searched_s)}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardplan.ir import Factor
 from shardplan.plans.data import PlanData
-from shardplan.report.tables import seconds, table
+from shardplan.report.tables import NEAR, seconds, table
 from shardplan.search.problem.solution import Tried
 
 _SMALL = 0.005
@@ -60,7 +60,7 @@ def tried_text(plan: PlanData) -> str:
 def _why(plan: PlanData, searched: Sequence[Tried]) -> str:
     """Why the plan has its factoring although the search priced another that fits lower; empty if it did not."""
     own = next((t.seconds or 0.0 for t in searched if t.factors == plan.factors), 0.0)
-    if not any(t.fits and (t.seconds or 0.0) < own * (1 - 1e-6) for t in searched):
+    if not any(t.fits and (t.seconds or 0.0) < own * (1 - NEAR) for t in searched):
         return ""
     if plan.stopped:
         return f"; {factors_text(plan.factors)} is the plan: the search was stopped before all were scheduled"

@@ -16,8 +16,8 @@ from shardplan.regions.tasks import PlacedTaskGraph
 from shardplan.report.explain import explain_arguments, remarks, unknown
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
-from shardplan.report.placed_text import device_ranges, idle_share, transfer_bytes
-from shardplan.report.tables import seconds, size
+from shardplan.report.placed_text import idle_share, transfer_bytes
+from shardplan.report.tables import device_ranges, seconds, size
 from shardplan.search.session import Session
 
 _PATTERNS = 6

@@ -18,9 +18,9 @@ from shardplan.report.html_arrays import ArrayRow, explained_rows
 from shardplan.report.html_collectives import CollectiveRow, folded_collectives
 from shardplan.report.html_page import axis_values, filled_page, machine_values
 from shardplan.report.parallelism import purposes_text
-from shardplan.report.placed_text import PlacedFigures, device_ranges, placed_text
+from shardplan.report.placed_text import PlacedFigures, placed_text
 from shardplan.report.placed_timeline import PlacedTimeline
-from shardplan.report.tables import seconds, size
+from shardplan.report.tables import device_ranges, seconds, size
 
 _MOST = 1500
 """The most bars of a row; in a row with more, neighbours of one kind are joined."""

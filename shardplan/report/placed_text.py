@@ -14,7 +14,7 @@ from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.report.json import PLAN_KEYS
 from shardplan.report.plan_text import placements_text
-from shardplan.report.tables import seconds, size, table
+from shardplan.report.tables import device_ranges, seconds, size, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +137,3 @@ def idle_share(placed: PlacedStep, devices: int) -> float:
     total = sum(dispatch.busy_s(graph, g) * len(own.devices) for g, own in enumerate(graph.groups))
     whole = dispatch.step_time_s * devices
     return 1 - total / whole if whole else 0.0
-
-
-def device_ranges(devices: Sequence[int]) -> str:
-    """Device numbers, with ranges.
-
-    >>> device_ranges((0, 1, 2, 3)), device_ranges((1, 4, 5, 6))
-    ('0-3', '1, 4-6')
-    """
-    runs: list[list[int]] = []
-    for d in devices:
-        if runs and runs[-1][-1] == d - 1:
-            runs[-1].append(d)
-        else:
-            runs.append([d])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

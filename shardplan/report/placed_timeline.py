@@ -9,9 +9,9 @@ import numpy as np
 
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import WHOLE, Piece, Task, Transfer
-from shardplan.report.placed_text import device_ranges, idle_share
+from shardplan.report.placed_text import idle_share
 from shardplan.report.placement_timeline import PlacementTimeline
-from shardplan.report.tables import seconds, table
+from shardplan.report.tables import device_ranges, seconds, table
 
 _FORWARD, _BACKWARD, _UPDATE, _TRANSFER = range(4)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardplan.placement.configurations import Configuration, Strategy
 from shardplan.placement.device_groups import Region
 from shardplan.placement.operators import Operator
-from shardplan.report.tables import seconds, table
+from shardplan.report.tables import device_ranges, seconds, table
 
 
 def placement_text(
@@ -37,10 +37,10 @@ def placement_text(
     if speeds and len(set(speeds.values())) > 1:
         parts.append(_unequal(speeds))
     if regions:
-        areas = [(devices_text(r.devices), str(len(r.operators)), seconds(r.seconds), _ends(r, operators)) for r in regions]
+        areas = [(device_ranges(r.devices), str(len(r.operators)), seconds(r.seconds), _ends(r, operators)) for r in regions]
         parts.append("Regions\n\n" + table(("devices", "operators", "computes", "from and to"), areas))
     where = [
-        (o.name, cut_text(o, c), devices_text(c.devices), "data parallel" if gain is None else _why(gain), o.source)
+        (o.name, cut_text(o, c), device_ranges(c.devices), "data parallel" if gain is None else _why(gain), o.source)
         for o, c, gain in zip(operators, strategy, gains, strict=True)
     ]
     parts.append("Where operators run\n\n" + table(("operator", "cut", "devices", "data parallel instead", "source"), where))
@@ -49,7 +49,7 @@ def placement_text(
 
 def _unequal(speeds: Mapping[int, float]) -> str:
     """Says that devices of unequal speed have equal parts."""
-    each = (f"{s:g}x on {devices_text([d for d in speeds if speeds[d] == s])}" for s in sorted(set(speeds.values())))
+    each = (f"{s:g}x on {device_ranges([d for d in speeds if speeds[d] == s])}" for s in sorted(set(speeds.values())))
     return f"The parts of an operator are equal, but devices are not: a slower device takes longer. Speeds: {', '.join(each)}."
 
 
@@ -66,18 +66,3 @@ def cut_text(operator: Operator, chosen: Configuration) -> str:
     """The degrees of the loops that are cut, by kind and name: ``S i0/4, P i1/2``."""
     cut = [f"{x.kind} {x.name}/{k}" for x, k in zip(operator.loops, chosen.degrees, strict=True) if k > 1]
     return ", ".join(cut) or "whole"
-
-
-def devices_text(devices: Sequence[int]) -> str:
-    """Devices in order, runs of neighbours as ranges.
-
-    >>> devices_text((0, 1, 2, 3, 8)), devices_text((3, 1))
-    ('0-3, 8', '3, 1')
-    """
-    runs: list[list[int]] = []
-    for d in devices:
-        if runs and d == runs[-1][-1] + 1:
-            runs[-1].append(d)
-        else:
-            runs.append([d])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)

@@ -13,7 +13,7 @@ from shardplan.remat import Remat
 from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.peak_range import peak_range_text
-from shardplan.report.tables import rate, seconds, size, table
+from shardplan.report.tables import NEAR, rate, seconds, size, table
 from shardplan.search.strategy.unused_axes import REPEATED
 
 _STOPPED = {
@@ -192,7 +192,7 @@ _REPLACED = "; a baseline was chosen: as scheduled it is faster than what the se
 
 def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
-    if not plan.replaced and unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + 1e-6):
+    if not plan.replaced and unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + NEAR):
         return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
     text = f"at most {plan.gap or 0.0:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s or 0.0)})"
     if unlimited_s is None or plan.replaced:

@@ -6,6 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+NEAR = 1e-6
+"""The relative difference up to which two predicted durations count as equal: far above what rounding leaves of sums of doubles,
+far below the three digits that are printed."""
+
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _RATES = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
@@ -106,3 +110,18 @@ def _three_digits(value: float) -> str:
     # Rounding up may add a digit: 9.996 is 10.0.
     digits = 2 - math.floor(math.log10(abs(rounded)))
     return f"{rounded:.{max(digits, 0)}f}"
+
+
+def device_ranges(devices: Sequence[int]) -> str:
+    """Device numbers in the given order, runs of neighbours as ranges.
+
+    >>> device_ranges((0, 1, 2, 3)), device_ranges((1, 4, 5, 6)), device_ranges((3, 1))
+    ('0-3', '1, 4-6', '3, 1')
+    """
+    runs: list[list[int]] = []
+    for d in devices:
+        if runs and runs[-1][-1] == d - 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -31,34 +31,40 @@ REFERENCES = frozenset("accum_grad_in_ref addupdate empty_ref free_ref freeze ge
 """The primitives that make or use mutable references."""
 
 
-@cache
 def primitives() -> Mapping[str, tuple[str, Any]]:
-    """Every primitive of the installed JAX by name, with its module: an attribute of any loaded ``jax`` module counts."""
+    """Every primitive of the installed JAX by name, with its module: an attribute of any loaded ``jax`` module counts, also of a
+    module that was loaded since the last call.
+    """
+    _load_families()
+    return _primitives_of(tuple(sorted(m for m in sys.modules if m == "jax" or m.startswith(("jax.", "jax._src")))))
+
+
+@cache
+def _load_families() -> None:
     for family in _FAMILIES:
         try:
             importlib.import_module(family)
         except (ImportError, AttributeError):
             continue
-    return _primitives_of_loaded_modules()
+
+
+@lru_cache(maxsize=1)
+def _primitives_of(modules: tuple[str, ...]) -> Mapping[str, tuple[str, Any]]:
+    """The primitives that are attributes of these modules."""
+    found: dict[str, tuple[str, Any]] = {}
+    for module in modules:
+        for value in list(vars(sys.modules[module]).values()):
+            if isinstance(value, Primitive):
+                previous = found.get(value.name)
+                if previous is None or _innermost(module) > _innermost(previous[0]):
+                    found[value.name] = (module, value)
+    return found
 
 
 @cache
 def _primitive(name: str) -> Any:
-    """The primitive of a name, also of a module that was loaded after `primitives` was first asked."""
-    known = primitives()
-    return (known if name in known else _primitives_of_loaded_modules())[name][1]
-
-
-def _primitives_of_loaded_modules() -> dict[str, tuple[str, Any]]:
-    found: dict[str, tuple[str, Any]] = {}
-    for module, contents in sorted(sys.modules.items()):
-        if module == "jax" or module.startswith(("jax.", "jax._src")):
-            for value in list(vars(contents).values()):
-                if isinstance(value, Primitive):
-                    previous = found.get(value.name)
-                    if previous is None or _innermost(module) > _innermost(previous[0]):
-                        found[value.name] = (module, value)
-    return found
+    """The primitive of a name."""
+    return primitives()[name][1]
 
 
 def _innermost(module: str) -> tuple[bool, int]:

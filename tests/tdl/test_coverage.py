@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import jax
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import shardplan
+from shardplan import _jax
 from shardplan.tdl.coverage import (
     OPAQUE,
     UNCUT,
@@ -24,6 +29,15 @@ pytestmark = pytest.mark.quick
 
 def test_no_primitive_is_unsorted() -> None:
     assert [e.name for e in sort_primitives() if e.kind == "undescribed"] == [], "describe it, or say in coverage.py why not"
+
+
+def test_the_primitives_of_a_module_that_is_loaded_later_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pallas, for example, is loaded by the first program that imports it."""
+    assert "later" not in _jax.primitives()
+    module = ModuleType("jax.later")
+    vars(module)["later_p"] = Primitive("later")
+    monkeypatch.setitem(sys.modules, "jax.later", module)
+    assert _jax.primitives()["later"][0] == "jax.later"
 
 
 def test_at_least_150_primitives_are_described_and_all_have_cases() -> None:

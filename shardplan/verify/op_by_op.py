@@ -160,15 +160,44 @@ def applied(line: Line, inputs: Sequence[Any]) -> list[Any]:
         return _jax.bound(line.eqn, inputs)
 
 
+class Prepared:
+    """The bodies that were laid open and the ops that were compiled, for more evaluations of the same lines. Each is kept with
+    its jaxpr or equation, so that no other object takes its id.
+    """
+
+    def __init__(self) -> None:
+        self._bodies: dict[int, tuple[Any, Lines]] = {}
+        self._programs: dict[int, tuple[Any, Callable[..., list[Any]]]] = {}
+
+    def body(self, jaxpr: Any) -> Lines:
+        """The lines of a body."""
+        if id(jaxpr) not in self._bodies:
+            self._bodies[id(jaxpr)] = jaxpr, laid_open(*_jax.jaxpr_and_consts(jaxpr))
+        return self._bodies[id(jaxpr)][1]
+
+    def program(self, line: Line) -> Callable[..., list[Any]]:
+        """A line's op by itself: JAX keeps a program of most primitives, and the others are jitted once for each equation."""
+        if _jax.runs_by_itself(line.eqn):
+            return lambda *inputs: applied(line, inputs)
+        if id(line.eqn) not in self._programs:
+            self._programs[id(line.eqn)] = line.eqn, jax.jit(lambda *inputs: applied(line, inputs))
+        return self._programs[id(line.eqn)][1]
+
+
 class OpByOp:
     """Evaluates lines op by op. ``whole`` lists the loops that ran as one program. ``watch`` is called with each body that
     runs, its operands and its results.
     """
 
-    def __init__(self, watch: Callable[[Lines, Sequence[Any], Sequence[Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        watch: Callable[[Lines, Sequence[Any], Sequence[Any]], None] | None = None,
+        *,
+        prepared: Prepared | None = None,
+    ) -> None:
         self.whole: list[Line] = []
         self._watch, self._left = watch, MOST_OPS_OF_LOOPS
-        self._bodies: dict[int, tuple[Any, Lines]] = {}
+        self._prepared = Prepared() if prepared is None else prepared
 
     def __call__(self, lines: Lines, args: Sequence[Any]) -> list[Any]:
         """The outputs."""
@@ -188,26 +217,24 @@ class OpByOp:
             case "remat":
                 return self._body(params["jaxpr"], inputs)
             case None:
-                return _own_program(line, inputs)
+                return self._op(line, inputs)
+
+    def _op(self, line: Line, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results of a line by a program of its own."""
+        return self._prepared.program(line)(*inputs)
 
     def _body(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        lines = self._lines(jaxpr)
+        lines = self._prepared.body(jaxpr)
         self._left -= len(lines.lines)
         results = self(lines, args)
         if self._watch is not None:
             self._watch(lines, args, results)
         return results
 
-    def _lines(self, jaxpr: Any) -> Lines:
-        """The lines of a body, laid open once; the body is kept, so that no other object takes its id."""
-        if id(jaxpr) not in self._bodies:
-            self._bodies[id(jaxpr)] = jaxpr, laid_open(*_jax.jaxpr_and_consts(jaxpr))
-        return self._bodies[id(jaxpr)][1]
-
     def _as_one(self, line: Line, inputs: Sequence[Any]) -> Sequence[Any]:
         """A loop as one program, which is noted."""
         self.whole += [line] if line not in self.whole else []
-        return _own_program(line, inputs)
+        return self._op(line, inputs)
 
     def _scan(self, line: Line, params: Mapping[str, Any], inputs: Sequence[Any]) -> Sequence[Any]:
         fixed, carries, length = params["num_consts"], params["num_carry"], params["length"]
@@ -242,11 +269,6 @@ def _count(jaxpr: Any) -> int:
 def _where(on: Any, x: Any, old: Any) -> Any:
     """The new value of a carry in the rows of a `jax.vmap` whose loop goes on."""
     return lax.select(jnp.broadcast_to(on.reshape(on.shape + (1,) * (x.ndim - on.ndim)), x.shape), x, old)
-
-
-def _own_program(line: Line, inputs: Sequence[Any]) -> list[Any]:
-    """The results of a line by a program of its own: JAX has one for most primitives."""
-    return applied(line, inputs) if _jax.runs_by_itself(line.eqn) else jax.jit(lambda *xs: applied(line, xs))(*inputs)
 
 
 def _stacked(rows: Sequence[Any], aval: Any) -> Any:

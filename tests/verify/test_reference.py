@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import tdl
+from shardplan import _jax, tdl
 from shardplan.report.plan_text import verified_text
 from shardplan.tdl.describe import forget
 from shardplan.verify import check, op_by_op
@@ -279,6 +280,32 @@ def test_loops_that_are_too_long_run_as_one_program(monkeypatch: pytest.MonkeyPa
     assert [line.primitive for line in run.whole] == ["scan", "while"]
     for a, b in zip(jax.tree.leaves(jax.jit(step)(x)), found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def compilations_of(step: Callable[..., Any], *args: Any) -> int:
+    """The programs that are compiled to run a step op by op."""
+    before = _jax.programs_compiled()
+    op_by_op_of(step, *args)
+    return _jax.programs_compiled() - before
+
+
+@pytest.mark.parametrize("kernel", ["pallas_call", "one without a program of its own"])
+def test_an_op_in_a_loop_is_compiled_once(kernel: str) -> None:
+    def double(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2
+
+    bare = Primitive(f"bare_{kernel}")
+    bare.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(bare, mlir.lower_fun(jnp.sin, multiple_results=False))
+    one: Any = (
+        pl.pallas_call(double, jax.ShapeDtypeStruct((8,), jnp.float32), interpret=True) if "pallas" in kernel else bare.bind
+    )
+
+    def step(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, r: (one(c) * 0.5 + r, None), x[0], x)[0]
+
+    x = arrays(width=8)[1][:, :8]
+    assert compilations_of(step, x[:40]) < 10
 
 
 def test_unmerged_bytes_are_those_of_the_values_that_are_alive_together() -> None:

@@ -6,10 +6,11 @@ import contextlib
 import math
 import os
 import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardplan.hlo.text import dtype_bits
 
@@ -45,31 +46,42 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 
+_FORWARDER = Path(__file__).with_name("stderr_forwarder.py")
+
+
 @contextlib.contextmanager
 def caught() -> Iterator[list[LastResort]]:
-    """Catches what native code writes to stderr while this lasts. Then the list has its warnings of a last resort, each once,
-    and all other text goes to stderr.
+    """Catches what native code writes to stderr while this lasts. Then the list has its warnings of a last resort, each once.
+    All other lines go to stderr at once.
+
+    A process of its own reads them, so that the last words of a compiler that ends this process are not lost.
     """
     log: list[LastResort] = []
-    try:
-        before = os.dup(2)
-    except OSError:  # stderr is closed
-        yield log
-        return
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
+    mark = os.urandom(16).hex()
+    command = [sys.executable, "-I", "-S", str(_FORWARDER), mark]
+    with contextlib.ExitStack() as stack:
+        try:
+            before = os.dup(2)
+            stack.callback(os.close, before)
+            # in a session of its own, Ctrl-C does not reach it
+            forwarder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        except OSError:  # stderr is closed, or Python has no program of its own
+            yield log
+            return
+        assert forwarder.stdin is not None
+        assert forwarder.stdout is not None
+        stack.enter_context(forwarder)
+        sys.stderr.flush()
+        os.dup2(forwarder.stdin.fileno(), 2)
+        forwarder.stdin.close()
         try:
             yield log
         finally:
             sys.stderr.flush()
+            os.write(2, mark.encode())
             os.dup2(before, 2)
-            os.close(before)
-            kept.seek(0)
-            text = kept.read().decode(errors="replace")
+            text = forwarder.stdout.read().decode(errors="replace")
             log += dict.fromkeys(_read(m) for m in _WARNING.finditer(text))
-            others = [line for line in text.splitlines(keepends=True) if "Involuntary full rematerialization" not in line]
-            os.write(2, "".join(others).encode())
 
 
 def _read(found: re.Match[str]) -> LastResort:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 from shardplan.hlo.lines import frame_lines
 from shardplan.hlo.reshards import sent_by, unforeseen
@@ -97,3 +102,40 @@ def test_warnings_of_native_code_are_caught_and_all_else_is_written(capfd: objec
         os.write(2, WARNING.encode())
     assert log == [LastResort("f32", (8, 64), 8, "P(('node', 'gpu'), None)", "P(None, 'gpu')", "jit(step)/tanh", 3)]
     assert capfd.readouterr().err == "something else\n"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_line_is_written_at_once_and_a_part_of_one_at_the_end(tmp_path: Path) -> None:
+    """The warning comes in two parts."""
+    with open(tmp_path / "stderr", "w") as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            with caught() as log:
+                os.write(2, b"a line\n" + WARNING[:50].encode())
+                for _ in range(500):
+                    if (tmp_path / "stderr").read_text() == "a line\n":
+                        break
+                    time.sleep(0.02)
+                assert (tmp_path / "stderr").read_text() == "a line\n"
+                os.write(2, WARNING[50:].encode() + b"no line")
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+    assert (tmp_path / "stderr").read_text() == "a line\nno line"
+    assert len(log) == 1
+
+
+def test_the_last_words_of_a_process_that_dies_are_written(environment: dict[str, str]) -> None:
+    program = "import os; from shardplan.verify.compiler_log import caught\nwith caught(): os.write(2, b'F0000 last'); os.abort()"
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "F0000 last")
+
+
+def test_a_process_that_outlives_the_compiler_keeps_its_stderr(environment: dict[str, str]) -> None:
+    program = (
+        "import subprocess, sys; from shardplan.verify.compiler_log import caught\n"
+        "with caught(): later = subprocess.Popen(['sh', '-c', 'read line; echo $line >&2'], stdin=subprocess.PIPE)\n"
+        "later.communicate(b'late'); sys.exit(later.returncode)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "late\n")

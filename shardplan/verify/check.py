@@ -49,11 +49,11 @@ def check(
     host = [on_host(first_of(x, shape.shape)) for x, shape in zip(leaves, plan.traced.in_shapes, strict=True)]
     single, found = one.run(host), Sharded(plan, jitted, devices, loop).run(host)
     paths = plan.traced.program.output_paths
-    noise, wanted, unknown = Noise(perturbed, [host], single), single, ""
+    noise, wanted, unknown = Noise(perturbed.again, [host], single), single, ""
     judged = noise.judged(paths, single, found)
     if judged.unequal:
         try:
-            _require_memory(plan, held, unmerged_bytes(one.lines(host)[0]), first)
+            _require_memory(plan, held, unmerged_bytes(one.lines(host)), first)
             judged, wanted = by_reference(one, noise, paths, found, judged)
         except UncheckedError as error:
             unknown = f"; whether the step compiled for one device is right was not checked: op by op, {error.reason}"

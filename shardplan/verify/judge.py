@@ -56,9 +56,10 @@ class Sensitivity:
     size: float = 0.0
     unsettled: NDArray[np.bool_] | None = None
 
-    def with_run(self, single: NDArray[Any], nudged: NDArray[Any]) -> Sensitivity:
-        """The change with one more perturbed run of the leaf."""
-        differs = _differs_in_kind(single, nudged)
+    def with_run(self, single: NDArray[Any], nudged: NDArray[Any], *, integers: bool = False) -> Sensitivity:
+        """The change with one more perturbed run of the leaf. With ``integers``, places where integers differ are unsettled."""
+        exact = not jnp.issubdtype(single.dtype, jnp.inexact)
+        differs = single != nudged if integers and exact else _differs_in_kind(single, nudged)
         unsettled = self.unsettled if not differs.any() else differs if self.unsettled is None else self.unsettled | differs
         return Sensitivity(max(self.size, difference(single, nudged, unsettled)), unsettled)
 

@@ -19,6 +19,7 @@ from jax import lax
 from shardplan import _jax
 from shardplan.ir import CONTROL, itemsize
 from shardplan.verify.on_host import Key, as_array, on_host
+from shardplan.verify.perturb import perturbed_op
 
 MOST_OPS_OF_LOOPS = 100_000
 """Once so many ops of bodies have run, loops run as one program, and so does a scan that would run more. JAX dispatches an op in
@@ -186,17 +187,18 @@ class Prepared:
 
 class OpByOp:
     """Evaluates lines op by op. ``whole`` lists the loops that ran as one program. ``watch`` is called with each body that
-    runs, its operands and its results.
+    runs, its operands and its results. With a ``seed``, each op is perturbed (`shardplan.verify.perturb.perturbed_op`).
     """
 
     def __init__(
         self,
         watch: Callable[[Lines, Sequence[Any], Sequence[Any]], None] | None = None,
         *,
+        seed: int | None = None,
         prepared: Prepared | None = None,
     ) -> None:
         self.whole: list[Line] = []
-        self._watch, self._left = watch, MOST_OPS_OF_LOOPS
+        self._watch, self._seed, self._left = watch, seed, MOST_OPS_OF_LOOPS
         self._prepared = Prepared() if prepared is None else prepared
 
     def __call__(self, lines: Lines, args: Sequence[Any]) -> list[Any]:
@@ -221,7 +223,8 @@ class OpByOp:
 
     def _op(self, line: Line, inputs: Sequence[Any]) -> Sequence[Any]:
         """The results of a line by a program of its own."""
-        return self._prepared.program(line)(*inputs)
+        run = self._prepared.program(line)
+        return run(*inputs) if self._seed is None else perturbed_op(line.eqn, run, inputs, self._seed)
 
     def _body(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         lines = self._prepared.body(jaxpr)

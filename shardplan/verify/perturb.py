@@ -7,6 +7,9 @@ value that the optimizer updates stays precise.
 
 Sums of narrow floats are added up in float32. Several devices add up fewer numbers each than one device does, and round less
 often: float32 sums cause a change of that kind.
+
+Evaluated op by op, each op rounds its narrow results; a compiler may keep them in float32 between ops that it merges. To cause a
+change of that kind, `perturbed_op` moves every narrow result of an op that rounds, not only copies of arguments.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ def neighbours(x: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     return np.where(np.isfinite(x) & np.isfinite(near), near, x)
 
 
+PICKING = frozenset(
+    "abs broadcast_in_dim clamp concatenate copy cummax cummin device_put dynamic_slice dynamic_update_slice "
+    "expand_dims gather max min neg optimization_barrier pad reduce_max reduce_min reduce_window_max "
+    "reduce_window_min reshape rev scatter scatter-max scatter-min select_n slice sort split squeeze stack tile top_k transpose "
+    "unstack".split()
+)
+"""Primitives whose results are numbers of their operands, up to the sign: they round nothing."""
+
+
 def narrows(program: Program) -> bool:
     """Whether a program, or a body in it, converts floats to a narrower type, or adds up floats narrower than float32."""
 
@@ -63,6 +75,31 @@ def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:
     return run
 
 
+def perturbed_op(eqn: Any, run: Callable[..., Sequence[Any]], inputs: Sequence[Any], seed: int) -> Sequence[Any]:
+    """The results of an op, which ``run`` computes, with each narrow result moved that it rounds. Narrow sums are added up in
+    float32.
+    """
+    if _adds_narrow(eqn):
+        results: Sequence[Any] = [_bound(eqn, [inputs[0].astype(jnp.float32)])[0].astype(inputs[0].dtype)]
+    else:
+        results = run(*inputs)
+    rounded = _rounded_results(eqn)
+    return [_moved(x, np.uint32(seed)) if n in rounded else x for n, x in enumerate(results)]
+
+
+def rounds_narrow(eqn: Any) -> bool:
+    """Whether an op, or one in its bodies, rounds a result to floats narrower than float32, or narrower than its operands."""
+    return bool(_rounded_results(eqn)) or any(map(rounds_narrow, (e for body in _jax.bodies(eqn) for e in body.eqns)))
+
+
+def _rounded_results(eqn: Any) -> set[int]:
+    """The places of the results that an op rounds to narrow floats."""
+    if eqn.primitive.name in PICKING:
+        return set()
+    narrower = _makes_narrower(eqn)
+    return {n for n, v in enumerate(eqn.outvars) if narrower or _is_narrower(getattr(v.aval, "dtype", None), jnp.float32)}
+
+
 def moved(x: Any, seed: Any) -> Any:
     """Each number of a narrow float array moved one unit up or down, by a hash of its bits, its place and the seed.
 
@@ -78,6 +115,9 @@ def moved(x: Any, seed: Any) -> Any:
     near = lax.bitcast_convert_type(jnp.where(up, bits + unsigned(1), bits - unsigned(1)), x.dtype)
     keep = (x == 0) | ~jnp.isfinite(x) | ~jnp.isfinite(near)
     return jnp.where(keep, x, near)
+
+
+_moved = jax.jit(moved)
 
 
 class _Reader:
@@ -159,6 +199,8 @@ def _adds_narrow(eqn: Any) -> bool:
 
 
 def _is_narrower(new: Any, old: Any) -> bool:
+    if new is None:
+        return False
     floats = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
     return floats and jnp.finfo(new).nmant < jnp.finfo(old).nmant
 

@@ -3,6 +3,10 @@
 A compiler may be wrong about ops that it merges, even on one device. If both differ by more than rounding, the compiled step is
 at fault, and the sharded step is judged by the evaluation op by op. The op at fault is found by bisection: programs of the
 first ops of the step, each with the results that later ops read, are compiled and judged like the step.
+
+Op by op, each op rounds its results. Where a compiler merges ops, it may keep results that are narrower than float32 in float32.
+So the change that one unit of each such result causes is rounding, too. It is measured op by op, because a fault of the compiler
+that comes and goes with the perturbation would count as a change of the compiled step.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import numpy as np
 
 from shardplan.verify.judge import Judged, ReferenceFault
 from shardplan.verify.on_host import as_numbers, on_host
-from shardplan.verify.op_by_op import Line, Lines, OpByOp
-from shardplan.verify.runs import Noise, Perturbed, Single, StateFeedback
+from shardplan.verify.op_by_op import Line, Lines, OpByOp, Prepared
+from shardplan.verify.perturb import rounds_narrow
+from shardplan.verify.runs import Noise, Single, StateFeedback
 
 Results = Sequence[Sequence[np.ndarray]]
 """The leaves of a step's results after each step."""
@@ -39,21 +44,17 @@ def by_reference(
     """
     starts, single = noise.starts, noise.single
     tell("the step op by op", 0.85)
-    exact: list[list[np.ndarray]] = []
-    loops: dict[str, None] = {}
-    for n, start in enumerate(starts):
-        lines, args = one.lines(start, later=n > 0)
-        run = OpByOp()
-        with one.alone():
-            exact.append([as_numbers(x) for x in run(lines, args)])
-        loops |= dict.fromkeys(map(_text, run.whole))
+    steps = _Steps(one, starts)
+    exact = [steps.again(n, start) for n, start in enumerate(starts)]
+    if any(map(_rounds_narrow, steps.lines)):
+        noise = Noise(steps.again, starts, exact, tell, integers=True, at_once=1)
     against = noise.judged(paths, exact, single)
     if not against.unequal:
         return judged, single
     tell("the op at fault", 0.88)
     worst = against.worst
-    lines, _ = one.lines(starts[worst.step - 1], later=worst.step > 1)
-    line = Bisection(one, noise.narrow).departure(lines, starts[worst.step - 1])
+    lines = steps.lines[worst.step - 1]
+    line = Bisection(one).departure(lines, starts[worst.step - 1])
     actual = noise.judged(paths, exact, results)
     fault = ReferenceFault(
         path=worst.path,
@@ -65,9 +66,30 @@ def by_reference(
         source=line.source if line else "",
         sharded="wrong" if actual.unequal and judged.unequal else "same" if actual.unequal else "right",
         ops=() if line else tuple(dict.fromkeys(map(_text, lines.for_outputs([paths.index(worst.path)]).lines))),
-        whole=tuple(loops),
+        whole=tuple(steps.whole),
     )
     return replace(actual, reference=fault), exact
+
+
+class _Steps:
+    """The steps of a run op by op. ``whole`` names the loops that ran as one program."""
+
+    def __init__(self, one: Single, starts: Sequence[Sequence[Any]]) -> None:
+        self._one, self._prepared = one, Prepared()
+        self.lines = [one.lines(start, later=n > 0) for n, start in enumerate(starts)]
+        self.whole: dict[str, None] = {}
+
+    def again(self, step: int, start: Sequence[Any], seed: int | None = None) -> list[np.ndarray]:
+        """The results of the step of this number on arguments; with a seed, each op is perturbed."""
+        run = OpByOp(seed=seed, prepared=self._prepared)
+        with self._one.alone():
+            results = run(self.lines[step], self._one.arguments(start, later=step > 0))
+        self.whole |= dict.fromkeys(map(_text, run.whole))
+        return [as_numbers(x) for x in results]
+
+
+def _rounds_narrow(lines: Lines) -> bool:
+    return any(rounds_narrow(line.eqn) for line in lines.lines)
 
 
 def _text(line: Line) -> str:
@@ -80,9 +102,9 @@ class Bisection:
     A program of fewer ops is compiled anew, and the compiler may merge other ops in it, so the search may find nothing.
     """
 
-    def __init__(self, one: Single, narrow: bool) -> None:
-        self._one, self._narrow = one, narrow
-        self._compiled: dict[int, tuple[Lines, Single, Single]] = {}
+    def __init__(self, one: Single) -> None:
+        self._one, self._prepared = one, Prepared()
+        self._compiled: dict[int, tuple[Lines, Single]] = {}
 
     def departure(self, lines: Lines, host: Sequence[Any]) -> Line | None:
         """The line whose value departs first; None if the program, compiled without its effects, is right."""
@@ -107,20 +129,22 @@ class Bisection:
         """The compiled outputs of lines, judged by their ``exact`` outputs op by op."""
         if id(lines) not in self._compiled:
             loop = StateFeedback(jax.tree.structure((0,) * len(host)), (), [False] * len(host), [False] * len(host), 1)
-            compiled = Single(jax.jit(lines), self._one.device, loop)
-            perturbed = Perturbed(lines, self._one.device, loop) if self._narrow else compiled
-            self._compiled[id(lines)] = lines, compiled, perturbed
-        _, compiled, perturbed = self._compiled[id(lines)]
+            self._compiled[id(lines)] = lines, Single(jax.jit(lines), self._one.device, loop)
+        _, compiled = self._compiled[id(lines)]
         single = [compiled.once(host)]
-        if exact is None:
-            exact = self.op_by_op(lines, host)
-        names = [str(n) for n in range(len(lines.outputs))]
-        return Noise(perturbed, [host], single).judged(names, [[as_numbers(x) for x in exact]], single)
+        wanted = [[as_numbers(x) for x in (self.op_by_op(lines, host) if exact is None else exact)]]
 
-    def op_by_op(self, lines: Lines, host: Sequence[Any]) -> list[Any]:
-        """The outputs of lines op by op."""
+        def again(_step: int, start: Sequence[Any], seed: int) -> list[np.ndarray]:
+            return [as_numbers(x) for x in self.op_by_op(lines, start, seed)]
+
+        narrow = _rounds_narrow(lines)
+        noise = Noise(again, [host], wanted, integers=True, at_once=1) if narrow else Noise(compiled.again, [host], single)
+        return noise.judged([str(n) for n in range(len(lines.outputs))], wanted, single)
+
+    def op_by_op(self, lines: Lines, host: Sequence[Any], seed: int | None = None) -> list[Any]:
+        """The outputs of lines op by op; with a seed, each op is perturbed."""
         with self._one.alone():
-            return OpByOp()(lines, [self._one.put(x) for x in host])
+            return OpByOp(seed=seed, prepared=self._prepared)(lines, [self._one.put(x) for x in host])
 
     def inside(self, lines: Lines, line: Line, host: Sequence[Any]) -> Line | None:
         """The line that departs in a body of ``line``, if that body, compiled alone for its operands here, is wrong."""
@@ -134,5 +158,5 @@ class Bisection:
 
         inputs = self.op_by_op(before, host)
         with self._one.alone():
-            OpByOp(watch).line(line, inputs)
+            OpByOp(watch, prepared=self._prepared).line(line, inputs)
         return found[0] if found else None

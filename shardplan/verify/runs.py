@@ -102,7 +102,7 @@ class Single:
 
     def run(self, host: Sequence[Any], seed: int = 0) -> list[list[np.ndarray]]:
         """The results after each step of the loop, on one device."""
-        flat = [self._loop.put(i, x, self.device) for i, x in enumerate(host)]
+        flat = self.arguments(host)
         after: list[list[np.ndarray]] = []
         self.recompiles = 0
         for n in range(self._loop.steps):
@@ -117,19 +117,25 @@ class Single:
 
     def once(self, host: Sequence[Any], seed: int = 0, *, later: bool = False) -> list[np.ndarray]:
         """The results of one step on one device: the first, or, with ``later``, a later one."""
-        flat = [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
+        flat = self.arguments(host, later=later)
         return [as_numbers(x) for x in jax.tree.leaves(self._step(seed, *jax.tree.unflatten(self._loop.tree, flat)))]
+
+    def again(self, step: int, start: Sequence[Any], seed: int) -> list[np.ndarray]:
+        """The results of the step of this number, counted from zero, on other arguments."""
+        return self.once(start, seed, later=step > 0)
 
     def lowered(self, host: Sequence[Any]) -> Any:
         """The step lowered for its arguments."""
-        flat = [self._loop.put(i, x, self.device) for i, x in enumerate(host)]
-        return self._run.lower(*jax.tree.unflatten(self._loop.tree, flat))
+        return self._run.lower(*jax.tree.unflatten(self._loop.tree, self.arguments(host)))
 
-    def lines(self, host: Sequence[Any], *, later: bool = False) -> tuple[Lines, list[Any]]:
-        """The step's ops, and its arguments on the device."""
-        flat = [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
-        closed = self._run.trace(*jax.tree.unflatten(self._loop.tree, flat)).jaxpr
-        return laid_open(closed.jaxpr, closed.consts), flat
+    def arguments(self, host: Sequence[Any], *, later: bool = False) -> list[Any]:
+        """The leaves of the arguments on the device."""
+        return [self._loop.put(i, x, self.device, later=later) for i, x in enumerate(host)]
+
+    def lines(self, host: Sequence[Any], *, later: bool = False) -> Lines:
+        """The step's ops."""
+        closed = self._run.trace(*jax.tree.unflatten(self._loop.tree, self.arguments(host, later=later))).jaxpr
+        return laid_open(closed.jaxpr, closed.consts)
 
     def put(self, x: Any) -> Any:
         """A value from the host on the device, strongly typed."""
@@ -225,20 +231,23 @@ def alone(plan: Runnable, step: Callable[..., Any], devices: Sequence[Any] | Non
 
 class Noise:
     """The changes that perturbations of ``starts`` cause in the ``single`` results after each step. They are drawn on demand:
-    more before a leaf counts as unequal.
+    more before a leaf counts as unequal. ``again`` gives the results of a step on nudged arguments, for a seed. With
+    ``integers``, integers that change are not compared.
     """
 
     def __init__(
         self,
-        perturbed: Single,
+        again: Callable[[int, Sequence[Any], int], Sequence[np.ndarray]],
         starts: Sequence[Sequence[Any]],
         single: Sequence[Sequence[np.ndarray]],
         tell: Callable[[str, float], None] = lambda _what, _part: None,
+        *,
+        integers: bool = False,
+        at_once: int = PERTURBATIONS,
     ) -> None:
-        self.narrow = isinstance(perturbed, Perturbed)
-        self._perturbed, self.starts, self.single, self._tell = perturbed, starts, single, tell
+        self._again, self.starts, self.single, self._tell, self._integers = again, starts, single, tell, integers
         self._changes = [[Sensitivity()] * len(leaves) for leaves in single]
-        self._drawn = 0
+        self._drawn, self._at_once = 0, at_once
 
     def judged(
         self, paths: Sequence[str], wanted: Sequence[Sequence[np.ndarray]], results: Sequence[Sequence[np.ndarray]]
@@ -249,15 +258,15 @@ class Noise:
                 judged = judge(paths, wanted, results, self._changes)
                 if not judged.unequal or self._drawn >= MOST_PERTURBATIONS:
                     return judged
-            for _ in range(PERTURBATIONS):
+            for _ in range(self._at_once):
                 self._draw()
 
     def _draw(self) -> None:
         self._tell("perturbed steps", 0.6 + 0.3 * self._drawn / MOST_PERTURBATIONS)
         for step, (start, single) in enumerate(zip(self.starts, self.single, strict=True)):
-            after = self._perturbed.once(nudged(start, self._drawn), self._drawn, later=step > 0)
+            after = self._again(step, nudged(start, self._drawn), self._drawn)
             changes = zip(self._changes[step], single, after, strict=True)
-            self._changes[step] = [c.with_run(a, b) for c, a, b in changes]
+            self._changes[step] = [c.with_run(a, b, integers=self._integers) for c, a, b in changes]
         self._drawn += 1
 
 

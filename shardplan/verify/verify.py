@@ -208,7 +208,7 @@ def _verify(
     compile_in_child_first(program, lambda: sharded.lowered(host), on, backend, tuple(plan.mesh(devices).shape.values()))
     results = sharded.run(host)
     single[1:] = [one.once(state, later=True) for state in sharded.states]
-    noise, paths = Noise(perturbed, [host, *sharded.states], single, tell), program.output_paths
+    noise, paths = Noise(perturbed.again, [host, *sharded.states], single, tell), program.output_paths
     judged = noise.judged(paths, single, results)
     if reference == "always" or judged.unequal:
         judged, _ = by_reference(one, noise, paths, results, judged, tell)

@@ -23,7 +23,7 @@ from tests.scattered import scattered
 STEPS = 2
 NOISES = 4
 Step = Callable[..., Any]
-Status = Literal["equal", "wrong", "unplanned", "crashed", "aborted", "hung", "refused", "invalid"]
+Status = Literal["equal", "wrong", "reference", "unplanned", "crashed", "aborted", "hung", "refused", "invalid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,10 @@ class Finding:
     """What became of a program. ``communicates``: its plan sends something. ``silent``: no number of it is finite. ``folded``:
     XLA left out a collective that the plan sends, as equal to another one or not needed.
 
-    ``unplanned``: the compiled program does not send what the plan does, one for one (under the explicit backend);
-    ``crashed``: an error of the planner or the compiler; ``aborted``: the process died; ``hung``: it took too long; ``refused``:
-    pins or the memory limit cannot be kept; ``invalid``: the step fails under plain `jax.jit` too, which is the fuzzer's fault.
+    ``reference``: the step compiled for one device differs from the step op by op; ``unplanned``: the compiled program does not
+    send what the plan does, one for one (under the explicit backend); ``crashed``: an error of the planner or the compiler;
+    ``aborted``: the process died; ``hung``: it took too long; ``refused``: pins or the memory limit cannot be kept; ``invalid``:
+    the step fails under plain `jax.jit` too, which is the fuzzer's fault.
     """
 
     status: Status
@@ -62,6 +63,7 @@ def examine(
     backend: str = "specs",
     groups: int | None = None,
     microbatches: int = 1,
+    reference: Literal["always", "unequal"] = "unequal",
     noisy: Callable[[int], Step] | None = None,
     drop: int | None = None,
 ) -> Finding:
@@ -70,7 +72,7 @@ def examine(
     ``memory_part``: the memory limit, as a part of the peak of the plan without one. ``layouts`` is the seed of layouts that are
     run in place of the planned ones (`tests.scattered`), ``groups`` that of the devices of each op (`tests.placed`). ``drop``
     leaves out the exchange of that number, which should be found. With ``microbatches``, each argument that is no state is the
-    batch in turn, until one can be cut. Errors of the planner are raised.
+    batch in turn, until one can be cut. ``reference`` is that of `verify`. Errors of the planner are raised.
     """
     options: dict[str, Any] = {"cluster": machine(cluster), "objective": objective}
     options["pins"] = {path: PartitionSpec(*entries) for path, entries in (pins or {}).items()}
@@ -90,19 +92,25 @@ def examine(
     plan = plan if layouts is None else scattered(plan, layouts) or plan
     devices = jax.devices()[: machine(cluster).size]
     try:
-        found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop, reference="unequal")
+        found = verify(plan, step, args, steps=STEPS, backend=backend, devices=devices, drop=drop, reference=reference)
     except shardplan.CompilerDiedError as error:  # named, in place of the end of the process
         return Finding("refused", _line(error))
     sends = plan.communication_bytes > 0 or (isinstance(plan, PlacedPlan) and plan.transfer_bytes > 0)
+    if reference == "always" and found.reference is not None:
+        return Finding("reference", str(found.reference), communicates=sends)
     if found.unmatched and drop is None:
         return Finding("unplanned", _unplanned(found), communicates=sends)
     if found.equal or not found.compared:
-        silent = not found.compared and found.numbers > 0
-        return Finding("equal", communicates=sends, silent=silent, folded=bool(found.folded))
+        return _equal(found, sends)
     run, placed = plan.jit(step, devices, backend, drop=drop), plan.put(_copies(args), mesh=plan.mesh(devices))
     if noisy is not None and not _beyond_rounding(_run(run, placed, plan), plan, step, args, noisy):
         return Finding("equal", "differs by rounding", communicates=sends)
     return Finding("wrong", _worst(found), communicates=sends)
+
+
+def _equal(found: Verified, sends: bool) -> Finding:
+    silent = not found.compared and found.numbers > 0
+    return Finding("equal", communicates=sends, silent=silent, folded=bool(found.folded))
 
 
 def _batch(step: Step, args: Sequence[Any], count: int) -> dict[str, Any]:

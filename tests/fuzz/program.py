@@ -112,6 +112,7 @@ class Program:
     backend: str = "specs"
     groups: int | None = None
     microbatches: int = 1
+    reference: Literal["always", "unequal"] = "unequal"
 
     @property
     def values(self) -> dict[str, Value]:
@@ -134,6 +135,7 @@ class Program:
             "backend": "specs",
             "groups": None,
             "microbatches": 1,
+            "reference": "unequal",
         }
         for name, default in defaults.items():
             if getattr(self, name) != default:

@@ -44,6 +44,13 @@ def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit(
     assert_equal(range(2))
 
 
+def test_a_program_in_bfloat16_compiled_for_one_device_is_the_program_op_by_op() -> None:
+    made = program(1004)
+    assert made.reference == "always"
+    assert any(value.dtype == "bfloat16" for value in made.values.values())
+    assert_equal([1004])
+
+
 @pytest.mark.slow
 def test_a_program_whose_barriers_delay_values_that_others_read() -> None:
     assert_equal([3032])

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardplan import _jax
 from shardplan.frontend.trace import trace
-from shardplan.verify.perturb import moved, narrowed, narrows, neighbours
+from shardplan.tdl.proof import CASES
+from shardplan.tdl.proof.case import Drawn
+from shardplan.verify.perturb import PICKING, moved, narrowed, narrows, neighbours, perturbed_op, rounds_narrow
 
 
 def units(x: Any, y: Any) -> np.ndarray:
@@ -114,3 +117,38 @@ def test_sums_of_narrow_floats_are_added_up_in_float32(wrapped: Any) -> None:
     step = wrapped(total)
     assert narrows(trace(step, x).program)
     assert float(narrowed(step, 1)(x)) == 4096.0
+
+
+def equation(step: Any, *args: Any) -> Any:
+    """The last equation of a step."""
+    return jax.make_jaxpr(step)(*args).jaxpr.eqns[-1]
+
+
+@pytest.mark.parametrize(("step", "dtype"), [(lambda x: x * x, "bfloat16"), (lambda x: x.astype("float16"), "float32")])
+def test_a_narrow_result_that_an_op_rounds_is_moved(step: Any, dtype: str) -> None:
+    x = normal(8, 50, dtype=dtype)
+    eqn = equation(step, x)
+    (found,) = perturbed_op(eqn, lambda *xs: _jax.bound(eqn, xs), [x] * len(eqn.invars), 3)
+    np.testing.assert_array_equal(units(found, step(x)), np.asarray(step(x)) != 0)
+    assert rounds_narrow(eqn)
+
+
+@pytest.mark.parametrize("step", [lambda x: x.T, jnp.abs, lambda x: x.astype("float32")])
+def test_a_result_that_no_op_rounds_stays(step: Any) -> None:
+    x = normal(8, 50, dtype="bfloat16")
+    eqn = equation(step, x)
+    (found,) = perturbed_op(eqn, lambda *xs: _jax.bound(eqn, xs), [x], 3)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(step(x)))
+    assert not rounds_narrow(eqn)
+
+
+@pytest.mark.parametrize("name", sorted(PICKING & CASES.keys()))
+def test_a_primitive_that_picks_gives_numbers_of_its_operands(name: str) -> None:
+    """Scatters and pads keep what they do not replace; a window that is all padding gives the identity of its reducer."""
+    for seed in range(4):
+        case = CASES[name](Drawn(seed))
+        results = _jax.bind(name, case.operands, case.call.params)
+        known = {0.0, np.inf, *(abs(float(x)) for o in case.operands for x in np.ravel(np.asarray(o)).astype(np.float64))}
+        for x in results if isinstance(results, list | tuple) else [results]:
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                assert {abs(float(y)) for y in np.ravel(np.asarray(x)).astype(np.float64)} <= known

@@ -135,6 +135,68 @@ def test_an_op_that_is_right_in_smaller_programs_leaves_the_leaf_and_its_ops(wav
     assert "at an op that is right when compiled again: w depends on 6 ops, the last of which are transpose at" in str(fault)
 
 
+# -- mixed precision -----------------------------------------------------------------------------------------------------
+
+
+def half(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
+
+
+def squares(h: jax.Array) -> jax.Array:
+    return h * h + h
+
+
+def narrow_products(w: jax.Array, x: jax.Array) -> jax.Array:
+    return squares(jnp.tanh(half(x @ w))).astype(jnp.float32)
+
+
+def narrow_places(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.argmax(narrow_products(w, x), axis=0)
+
+
+def narrow_scan(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(c: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = squares(jnp.tanh(half(r @ w))).astype(jnp.float32)
+        return c * 0.5 + y, y
+
+    return lax.scan(body, jnp.zeros(w.shape[1]), x)[0]
+
+
+def narrow_branch(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.cond(x[0, 0] < 1e9, narrow_products, lambda w, x: x @ w, w, x)
+
+
+@pytest.mark.parametrize("step", [narrow_products, narrow_places, narrow_scan, narrow_branch])
+def test_narrow_results_that_the_compiler_keeps_wide_are_rounding(step: Any, devices: list[Any]) -> None:
+    args = arrays(16, 16)
+    exact, _ = op_by_op_of(step, *args)
+    if (np.asarray(jax.jit(step)(*args)) == exact[0]).all():
+        pytest.skip("the compiler rounds each result")
+    found = verify(shardplan.plan(step, *args, cluster="2x4"), step, args, steps=1, devices=devices)
+    assert found.passed, found.reference
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_fault_among_narrow_results_is_found(lasting: bool, wave: Wave, devices: list[Any]) -> None:
+    """One that any perturbation of the compiled step would remove is not taken for rounding."""
+    compiled: list[Any] = []
+
+    def wrong(shape: tuple[int, ...]) -> bool:
+        compiled.append(shape)
+        return shape[0] == ROWS and (lasting or compiled.count(shape) == 1)
+
+    name = f"wave_narrow_{lasting}"
+    op = wave(name, wrong)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return squares(half(op(squares(jnp.tanh(half(x @ w))).astype(jnp.float32)))).astype(jnp.float32)
+
+    args = arrays()
+    found = verify(shardplan.plan(step, *args, cluster="2x4", pins=PINS), step, args, steps=1, devices=devices)
+    assert found.reference is not None
+    assert (found.equal, found.reference.primitive) == (True, name if lasting else "")
+
+
 # -- checks on the user's own values ---------------------------------------------------------------------------------------
 
 
@@ -186,7 +248,7 @@ def departure(step: Callable[..., Any], *args: Any) -> Any:
     tree, none = jax.tree.structure(args), [False] * len(args)
     one = Single(jax.jit(step), jax.devices()[0], StateFeedback(tree, (), none, none, 1))
     host = [on_host(x) for x in args]
-    return Bisection(one, narrow=False).departure(one.lines(host)[0], host)
+    return Bisection(one).departure(one.lines(host), host)
 
 
 def in_scan(op: Any, x: jax.Array) -> jax.Array:

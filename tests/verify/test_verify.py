@@ -175,7 +175,7 @@ def test_perturbations_are_drawn_until_they_decide(error: float, drawn_in_all: i
             return [np.array([100.0 + (0.1 if seed < 10 else 0.4)])]
 
     single, found = [[np.array([100.0])]], [[np.array([100.0 + error])]]
-    judged = Noise(Steps(), [[]], single).judged(["a"], single, found)
+    judged = Noise(Steps().again, [[]], single).judged(["a"], single, found)
     assert (judged.unequal == (), len(seen)) == (equal, drawn_in_all)
 
 

@@ -169,8 +169,8 @@ class Perturbed(Single):
 class Sharded:
     """The step ``jitted`` under a plan.
 
-    ``moved`` lists the results that came back in another sharding, ``states`` the arguments of each step but the first, on the
-    host.
+    Of the latest run, ``recompiles`` counts compilations after the first step, ``moved`` lists the results that came back in
+    another sharding, and ``states`` the arguments of each step but the first, on the host.
     """
 
     def __init__(self, plan: Runnable, jitted: Any, devices: Sequence[Any] | None, loop: StateFeedback) -> None:
@@ -192,6 +192,7 @@ class Sharded:
     def run(self, host: Sequence[Any]) -> list[list[np.ndarray]]:
         """The results after each step of the loop, sharded."""
         flat = self.put(host)
+        self.recompiles, self.moved, self.states = 0, [], []
         after: list[list[np.ndarray]] = []
         fed = {i for i in self._loop.feedback if i is not None}
         for n in range(self._loop.steps):
@@ -262,7 +263,7 @@ class Noise:
                 self._draw()
 
     def _draw(self) -> None:
-        self._tell("perturbed steps", 0.6 + 0.3 * self._drawn / MOST_PERTURBATIONS)
+        self._tell("perturbed steps", 0.6 + 0.25 * self._drawn / MOST_PERTURBATIONS)
         for step, (start, single) in enumerate(zip(self.starts, self.single, strict=True)):
             after = self._again(step, nudged(start, self._drawn), self._drawn)
             changes = zip(self._changes[step], single, after, strict=True)

@@ -194,7 +194,7 @@ def _verify(
     stand_in_names: tuple[str, ...],
 ) -> Verified:
     """`verify`, once every kernel can run."""
-    tell = observer or (lambda _what, _part: None)
+    tell = _forward(observer or (lambda _what, _part: None))
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [on_host(x) for x in drawn(leaves)]
     loop = loop_of(plan.traced, tree, steps)
@@ -232,6 +232,18 @@ def _verify(
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend != "specs"),
     )
+
+
+def _forward(observer: Callable[[str, float], None]) -> Callable[[str, float], None]:
+    """An observer whose progress never goes back, whatever runs again."""
+    told = 0.0
+
+    def tell(what: str, part: float) -> None:
+        nonlocal told
+        told = max(told, part)
+        observer(what, told)
+
+    return tell
 
 
 def _bytes(plan: VerifiablePlan, sharded: Sharded, host: Sequence[Any], *, explicit: bool) -> dict[str, Any]:

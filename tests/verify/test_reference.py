@@ -80,7 +80,10 @@ PINS = {"x": P(("node", "gpu"))}
 def test_a_wrong_reference_is_not_held_against_a_right_plan(wave: Wave, devices: list[Any]) -> None:
     """The compiled op is wrong for all rows, and right for those of one device."""
     step, args = step_of(wave("wave_whole", lambda shape: shape[0] == ROWS)), arrays()
-    found = verify(shardplan.plan(step, *args, cluster="2x4", pins=PINS), step, args, steps=2, devices=devices)
+    told: list[float] = []
+    plan = shardplan.plan(step, *args, cluster="2x4", pins=PINS)
+    found = verify(plan, step, args, steps=2, devices=devices, observer=lambda _, share: told.append(share))
+    assert told == sorted(told)
     fault = found.reference
     assert fault is not None
     assert (found.equal, found.passed, found.unequal) == (True, False, ())

@@ -17,8 +17,8 @@ from shardplan.errors import DeviceError, ShardplanError
 from shardplan.report.plan_text import verified_text
 from shardplan.verify.judge import Sensitivity, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
-from shardplan.verify.on_host import drawn
-from shardplan.verify.runs import Noise, Single, StateFeedback
+from shardplan.verify.on_host import drawn, on_host
+from shardplan.verify.runs import Noise, Sharded, Single, StateFeedback, loop_of
 from shardplan.verify.verify import verify
 from tests.machines import machine
 
@@ -272,3 +272,13 @@ def test_integers_that_were_only_shapes_are_named(devices: list[Any]) -> None:
     assert verify(plan, step, shapes, steps=1, devices=devices).zeros == ("tokens", "mask")
     real = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     assert verify(plan, step, real, steps=1, devices=devices).zeros == ()
+
+
+def test_a_second_run_counts_anew(planned: tuple[Any, Any, tuple[Any, ...]], devices: list[Any]) -> None:
+    plan, step, args = planned
+    leaves, tree = jax.tree.flatten(args)
+    sharded = Sharded(plan, plan.jit(step, devices[:4]), devices[:4], loop_of(plan.traced, tree, 2))
+    host = [on_host(x) for x in leaves]
+    for _ in range(2):
+        sharded.run(host)
+        assert (len(sharded.states), sharded.moved, sharded.recompiles) == (1, [], 0)

@@ -37,8 +37,8 @@ class Progress:
     best plan so far and a lower bound on its seconds.
 
     Inside its context a thread draws the bar on ``stream`` (standard error), from ``after_s`` seconds on, and only on a
-    terminal (not with TERM=dumb); the calls themselves draw nothing. The bar is wiped at the end. If ``plain``, the package
-    rich is not used.
+    terminal (not with TERM=dumb); the calls themselves draw nothing. It draws on a descriptor of its own, so that it is seen
+    while the stream's is redirected. The bar is wiped at the end. If ``plain``, the package rich is not used.
 
     >>> with Progress() as progress:
     ...     for done in range(3):
@@ -59,6 +59,7 @@ class Progress:
         self._start_s = clock()
         self._standing = Standing()
         self._bar: Bar | None = None
+        self._own: TextIO | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardplan-progress", daemon=True)
 
@@ -87,6 +88,9 @@ class Progress:
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 self._bar.wipe()
+        if self._own is not None:
+            with suppress(OSError):  # the terminal is gone
+                self._own.close()
 
     def _run(self) -> None:
         with suppress(OSError, ValueError):  # the terminal is gone
@@ -97,11 +101,20 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._watched:
+            self._own = _duplicate(self._stream)
+            self._stream = self._own or self._stream
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _duplicate(stream: TextIO) -> TextIO | None:
+    """The stream on a descriptor of its own; None for one that has no descriptor."""
+    with suppress(OSError, ValueError):
+        return os.fdopen(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors)
+    return None
 
 
 class _PlainBar:

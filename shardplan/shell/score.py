@@ -123,14 +123,17 @@ def scored(
     given = from_tree(in_shardings, step, args) if in_shardings != () and args else from_rules(rules, step, args)
     axes = _axes(resolve_cluster(cluster)[0], _mesh_of(given, mesh, cluster))
     observer = checked_observer(options.pop("observer", None))
+    half = 0.4 if measure else 0.5  # the share of each of the two searches
     traced = trace_step(step, args, options["donate_argnums"])
     traced = replace(traced, program=with_constraints(traced.program, lambda c: axes.named(c) if constraints == "keep" else None))
-    first = {"traced": traced, "observer": Part(observer, 0.0, 0.5, "your sharding")}
+    first = {"traced": traced, "observer": Part(observer, 0.0, half, "your sharding")}
     mine = _priced(step, args, cluster, given, axes, {**options, **first})
     best_of(observer)(math.inf, 0.0)
     over = {"factors": axes.parts} if axes.parts and mine.graph.placed else {}  # the axes that constraints name
-    second = {"traced": traced, "observer": Part(observer, 0.5, 1.0, "the plan")}
+    second = {"traced": traced, "observer": Part(observer, half, 2 * half, "the plan")}
     plan = plan_step(step, *args, cluster=cluster, **second, **over, **options)
+    if measure:
+        observer("compiling your sharding", 2 * half)
     return _score(plan, mine, given, axes, constraints, measure=measure), plan
 
 

@@ -23,7 +23,7 @@ from shardplan.verify.perturb import perturbed_op
 
 MOST_OPS_OF_LOOPS = 100_000
 """Once so many ops of bodies have run, loops run as one program, and so does a scan that would run more. JAX dispatches an op in
-10 to 100 us, so this takes at most 10 s."""
+10 to 100 us, so an evaluation takes at most 10 s longer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

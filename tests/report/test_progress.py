@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import select
 import time
 
 import pytest
@@ -139,3 +141,17 @@ def test_a_terminal_that_closes_ends_the_bar_alone() -> None:
         stream.close()
         progress("searching", 0.5)
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_bar_is_seen_while_its_descriptor_is_redirected(plain: bool) -> None:
+    """As standard error is during a compilation."""
+    terminal, end = os.openpty()
+    seen = b""
+    with os.fdopen(end, "w") as stream, open(os.devnull, "w") as nowhere, Progress(stream, after_s=0.0, plain=plain) as progress:
+        os.dup2(nowhere.fileno(), end)
+        progress("compiling")
+        while b"compiling" not in seen and select.select([terminal], [], [], 10.0)[0]:
+            seen += os.read(terminal, 4096)
+    os.close(terminal)
+    assert b"compiling" in seen

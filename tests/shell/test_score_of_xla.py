@@ -30,7 +30,11 @@ from tests.shell.test_score import BOTH, fsdp
 @pytest.mark.parametrize("model", [mlp, pytest.param(gpt, marks=pytest.mark.slow)], ids=["mlp", "gpt"])
 def test_predicted_bytes_are_those_that_xla_compiles(model: Any) -> None:
     step, args = model.train_step()
-    found = shardplan.score(step, *args, cluster="2x4", in_shardings=fsdp(args), measure=True, donate_argnums=0)
+    told: list[tuple[str, float]] = []
+    options = {"measure": True, "donate_argnums": 0, "observer": lambda what, share: told.append((what, share))}
+    found = shardplan.score(step, *args, cluster="2x4", in_shardings=fsdp(args), **options)
+    assert told[-1][0] == "compiling your sharding"
+    assert [share for _, share in told] == sorted(share for _, share in told)
     assert found.inferred
     assert found.measured is not None
     assert found.measured.communication_bytes == pytest.approx(found.communication_bytes, rel=0.02)

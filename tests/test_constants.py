@@ -51,6 +51,7 @@ ELSEWHERE = {
     "mesh/profile.py FORMAT": "a code",
     "microbatches/time_cut.py _BYTE_S": "a unit, far above the next",
     "microbatches/time_cut.py _FLOP_S": "a unit, far below the last",
+    "microbatches/time_cut.py _WHOLE": "a code",
     "placement/chains.py _PATIENCE_S": "how long processes may take to end",
     "placement/placement_problem.py LARGEST_TICKS": "more are an error",
     "placement/device_topology.py MOST_DEVICES": "more are an error",

@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey
 
 from shardplan import _jax
 from shardplan.errors import TraceError
-from shardplan.frontend.trace import Traced, trace
+from shardplan.frontend.trace import HIDDEN, Traced, trace
 
 _TAG = "shardplan"
-_VALUE = GetAttrKey("value")  # paths of arguments leave this key out
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -36,7 +35,7 @@ class SplitObject:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
         """As JAX asks for it."""
-        return ((_VALUE, self.value),), self.graph
+        return ((HIDDEN, self.value),), self.graph
 
     @classmethod
     def tree_unflatten(cls, graph: Any, children: Sequence[Any]) -> SplitObject:
@@ -62,7 +61,7 @@ class StepResult:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], tuple[Any, Any]], None]:
         """As JAX asks for it."""
-        return ((_VALUE, self.result), (_VALUE, self.objects)), None
+        return ((HIDDEN, self.result), (HIDDEN, self.objects)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> StepResult:

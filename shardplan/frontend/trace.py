@@ -101,9 +101,14 @@ def _path(path: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def path_words(path: Sequence[Any]) -> list[str]:
-    """The keys of a path as text; the attribute in which a variable or an object keeps its value is left out."""
-    hidden = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("raw_value"))
-    return [jax.tree_util.keystr((key,), simple=True) for key in path if key not in hidden]
+    """The keys of a path as text. The attribute at its end in which a variable keeps its value is left out, and `HIDDEN`."""
+    ends = (jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("raw_value"))
+    keys = path[:-1] if path and path[-1] in ends else path  # a module may have a layer called "value"
+    return [jax.tree_util.keystr((key,), simple=True) for key in keys if key != HIDDEN]
+
+
+HIDDEN = jax.tree_util.GetAttrKey("arrays of an object")
+"""A key that paths of arguments leave out."""
 
 
 def _feedback(program: Program, ins: Sequence[Any], outs: Sequence[Any], donated: frozenset[int]) -> tuple[int | None, ...]:

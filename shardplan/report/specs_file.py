@@ -18,7 +18,7 @@ def _by_path(tree, specs, names=None):
     seen, found = set(), []
     for path, _ in leaves:
         # the attribute in which a variable keeps its value is no part of a path
-        keys = [key for key in path if getattr(key, "name", None) not in ("value", "raw_value")]
+        keys = path[:-1] if path and getattr(path[-1], "name", None) in ("value", "raw_value") else path
         words = [jax.tree_util.keystr((key,), simple=True) for key in keys]
         if names is not None:
             words[0] = names[path[0].idx]

@@ -304,3 +304,24 @@ def test_arguments_by_name_are_scored() -> None:
     assert found.in_specs["x"] == "P(('node', 'gpu'))"
     alone = shardplan.score(lambda w, x: step(w, x=x), w, x, cluster="2x4", rules={"x": P(BOTH)}, donate_argnums=0)
     assert (found.step_time_s, found.peak_bytes) == (alone.step_time_s, alone.peak_bytes)
+
+
+class _Named(nnx.Module):
+    """A module with one layer, which has this name."""
+
+    def __init__(self, name: str) -> None:
+        self.layer = name
+        setattr(self, name, nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return getattr(self, self.layer)(x)
+
+
+def test_a_layer_may_be_called_value() -> None:
+    def step(model: _Named, x: jax.Array) -> Any:
+        return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+    model = _Named("value")
+    specs = jax.tree.map(lambda _: P("gpu"), model)
+    found = shardplan.score(step, model, jnp.ones((64, 32)), cluster="2x4", in_shardings=(specs, P("gpu")))
+    assert sorted(path.split("/", 1)[1] for path in found.in_specs if "/" in path) == ["value/bias", "value/kernel"]

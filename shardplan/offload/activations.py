@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardplan.ir import HOST_COPY, Op, Program, Where
-from shardplan.remat.recomputed import free, inner, program_at, readers
+from shardplan.remat.recomputed import changed_at, free, inner, program_at, readers
 from shardplan.remat.scans import ScanOp, handed_over, renamed
 
 
@@ -68,25 +69,14 @@ def _entry(program: Program, maker: int, t: int, read: Mapping[int, Sequence[int
 def in_host_memory(program: Program, values: Sequence[HostedValue]) -> Program:
     """The program with these values, as `activations` finds them, in host memory between its passes."""
     for value in values:
-        program = _inside(program, value.where, value)
+        change = partial(_straight if value.loop is None else _stacked, value=value)
+        program = changed_at(program, value.where, change)
     return program
 
 
-def _inside(program: Program, where: Where, value: HostedValue) -> Program:
-    if not where:
-        return _straight(program, value.tensor) if value.loop is None else _stacked(program, value.tensor, *value.loop)
-    (op_id, at), *rest = where
-    ops = tuple(
-        replace(op, bodies=tuple(_inside(b, tuple(rest), value) if n == at else b for n, b in enumerate(op.bodies)))
-        if op.id == op_id
-        else op
-        for op in program.ops
-    )
-    return replace(program, ops=ops)
-
-
-def _straight(program: Program, t: int) -> Program:
+def _straight(program: Program, value: HostedValue) -> Program:
     """A value of straight-line code leaves behind its op, and comes back before the first backward op that reads it."""
+    t = value.tensor
     tensors = list(program.tensors)
     host, back = len(tensors), len(tensors) + 1
     tensors += [replace(tensors[t], id=host, hosted=True), replace(tensors[t], id=back)]
@@ -106,8 +96,10 @@ def _straight(program: Program, t: int) -> Program:
     return replace(program, tensors=tuple(tensors), ops=tuple(ops))
 
 
-def _stacked(program: Program, t: int, forward_id: int, back_id: int) -> Program:
+def _stacked(program: Program, value: HostedValue) -> Program:
     """The forward loop copies each slice of a stack to host memory, the backward loop copies it back."""
+    assert value.loop is not None, "stacks are those of loops"
+    t, (forward_id, back_id) = value.tensor, value.loop
     ops = {op.id: op for op in program.ops}
     forward, back = ScanOp(ops[forward_id]), ScanOp(ops[back_id])
     places = [n for n, o in enumerate(forward.op.outputs) if o == t]

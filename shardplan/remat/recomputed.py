@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardplan.ir import Program, Where
@@ -114,6 +114,20 @@ def program_at(program: Program, where: Where) -> Program:
     for op_id, body in where:
         program = next(op for op in program.ops if op.id == op_id).bodies[body]
     return program
+
+
+def changed_at(program: Program, where: Where, change: Callable[[Program], Program]) -> Program:
+    """The program with its body at this path changed."""
+    if not where:
+        return change(program)
+    (op_id, at), *rest = where
+    ops = tuple(
+        replace(op, bodies=tuple(changed_at(b, tuple(rest), change) if n == at else b for n, b in enumerate(op.bodies)))
+        if op.id == op_id
+        else op
+        for op in program.ops
+    )
+    return replace(program, ops=ops)
 
 
 def inner(program: Program, where: Where = ()) -> Iterator[tuple[Where, Program]]:

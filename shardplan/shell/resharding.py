@@ -144,6 +144,7 @@ def _mover(
     runs: dict[object, Collectives] = {}
 
     def moved(n: int, x: Any, sharding: NamedSharding) -> Any:
+        """Leaf ``n`` of a state in its new sharding."""
         if not isinstance(x, jax.Array):
             raise ReshardError(f"{new.traced.program.input_paths[n]} is a {type(x).__name__}: place it with plan.put")
         if x.sharding.is_equivalent_to(sharding, x.ndim):

@@ -193,8 +193,15 @@ _REPLACED = "; a baseline was chosen: as scheduled it is faster than what the se
 def _bound_text(plan: PlanData, pins: str) -> str:
     unlimited_s = plan.unlimited_s
     if not plan.replaced and unlimited_s is not None and plan.searched_s <= unlimited_s * (1 + NEAR):
-        return f"the optimum of the cost model{pins}: no layout of this mesh is faster"
-    text = f"at most {plan.gap or 0.0:.1%} above the optimum{pins} (lower bound {seconds(plan.lower_bound_s or 0.0)})"
+        end = "as scheduled, another layout may be faster" if plan.backend == "explicit" else "no layout of this mesh is faster"
+        return f"the optimum of the cost model{pins}: {end}"
+    bound_s = plan.bound_s or 0.0
+    if bound_s > plan.step_time_s * (1 + NEAR):
+        above = max(plan.searched_s / bound_s - 1, 0.0)
+        bound = f"lower bound {seconds(bound_s)}, more than the scheduled step: as scheduled, another layout may be faster"
+        text = f"at most {above:.1%} above the optimum{pins} ({bound})"
+    else:
+        text = f"at most {plan.gap or 0.0:.1%} above the optimum{pins} (lower bound {seconds(bound_s)})"
     if unlimited_s is None or plan.replaced:
         return text
     return f"{text}; without the memory limit {seconds(unlimited_s)}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardplan.plans.score import MeasuredSharding, Score
 from shardplan.report.paths import grouped
-from shardplan.report.tables import seconds, size, table
+from shardplan.report.tables import NEAR, seconds, size, table
 
 _ROWS = 12
 """The most rows of a table of losses or collectives; JSON has all."""
@@ -27,6 +27,8 @@ def score_text(score: Score, *, title: str) -> str:
 
 def _verdict(score: Score) -> str:
     mine, plan = seconds(score.step_time_s), seconds(score.plan_s)
+    if score.step_time_s < score.plan_s * (1 - NEAR):
+        return f"A step takes {mine}, {1 - score.step_time_s / score.plan_s:.1%} less than under the plan ({plan}) as scheduled."
     if score.step_time_s <= score.plan_s:
         return f"A step takes {mine}, no more than under the plan ({plan})."
     return f"A step takes {mine}, {score.step_time_s / score.plan_s:.2f} times as long as under the plan ({plan})."

@@ -92,7 +92,7 @@ class Plan(PlannedStep, Figures):
         """A lower bound on the seconds of any plan on this mesh with the same pins, memory limit and ``one_choice``.
 
         It is a bound in the search's prices, in which each collective has its part of a bundle. If this plan is faster as
-        scheduled, its own seconds are the bound. It is computed on first use.
+        scheduled, its own seconds stand here, and nothing is proven of other plans as scheduled. It is computed on first use.
         """
         if self._data.bound_s is None:
             bound = self.session.bound

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from models import mlp
 from shardplan.errors import MemoryLimitError, ShardplanError
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
@@ -263,3 +264,13 @@ def test_a_baseline_that_is_faster_than_a_restricted_plan_is_said() -> None:
     said = "a ratio below 1: that baseline is predicted to be faster than this plan"
     assert said not in plan_text(free.completed())
     assert f"{said}, which axes= restricts" in plan_text(fixed.completed())
+
+
+def test_a_bound_above_the_scheduled_step_proves_nothing_of_schedules() -> None:
+    step, args = mlp.train_step(layers=2)
+    data = shardplan.plan(step, *args, cluster="2x4").completed()
+    data = replace(data, unlimited_s=None, searched_s=data.step_time_s * 1.1)
+    assert "another layout may be faster" not in plan_text(replace(data, bound_s=data.step_time_s))
+    text = plan_text(replace(data, bound_s=data.step_time_s * 1.1))
+    assert "at most 0.0% above the optimum, as the search prices collectives" in text
+    assert "more than the scheduled step: as scheduled, another layout may be faster" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -325,3 +326,13 @@ def test_a_layer_may_be_called_value() -> None:
     specs = jax.tree.map(lambda _: P("gpu"), model)
     found = shardplan.score(step, model, jnp.ones((64, 32)), cluster="2x4", in_shardings=(specs, P("gpu")))
     assert sorted(path.split("/", 1)[1] for path in found.in_specs if "/" in path) == ["value/bias", "value/kernel"]
+
+
+def test_the_text_says_where_a_sharding_by_hand_is_faster_than_the_plan() -> None:
+    from shardplan.report.score_text import score_text
+
+    step, args = mlp.train_step(layers=2)
+    found = shardplan.score(step, *args, cluster="2x4", rules={"*": P()})
+    faster = replace(found, step_time_s=0.9 * found.plan_s)
+    assert "10.0% less than under the plan" in score_text(faster, title="mlp")
+    assert "less than under the plan" not in score_text(replace(found, step_time_s=found.plan_s), title="mlp")

@@ -61,6 +61,8 @@ def time_cut(program: Program, count: int, batch: Sequence[int], replicate: Sequ
     inputs = [graph.inputs[i] for i in batch]
     examples, made = follow(graph, inputs, forward=True), depending(graph, inputs)
     kinds = [_kind(t, examples) if t.id in made else None for t in graph.tensors]
+    for t in inputs:  # whatever dim readers would have
+        kinds[t] = split_dims(graph.tensors[t].shape).index(0)
     problem = Problem(graph, coarsen(graph, kinds=kinds), cluster, factors, objective=TIME)
     domains = _domains(problem, kinds)
     solver = Solver(problem, memory.liveness(problem, frozenset()))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import shardplan
 from models import rnnlm
@@ -137,3 +138,19 @@ def test_a_recurrent_net_in_microbatches_trains_as_at_once() -> None:
     plan = shardplan.plan(step, *args, cluster="2", microbatches=2, donate_argnums=0)
     found = verify(plan, step, args)
     assert found.passed, found
+
+
+def test_a_scan_over_the_rows_of_the_batch_is_refused_though_other_rows_go_with_its_slices() -> None:
+    """The slices meet a carry that is split along its rows, which would split the columns of the scanned array."""
+
+    def step(w: jax.Array, x: jax.Array, start: jax.Array, rows: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            kept = lax.scan(lambda c, u: (c * 3 + u, jnp.maximum(c, u)), start, rows)[1]
+            return jnp.mean((x @ w) ** 2), kept
+
+        (value, kept), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * gradient, value, kept
+
+    args = jnp.ones((8, 8)), jnp.ones((24, 8)), jnp.ones(24, "int32"), jnp.ones((24, 24), "int32")
+    with pytest.raises(shardplan.ShardplanError, match=r"cannot be cut into microbatches: at .*test_legal_cuts.py"):
+        shardplan.plan(step, *args, cluster="2x4", microbatches=2)

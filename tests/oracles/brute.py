@@ -183,11 +183,8 @@ class Oracle:
                     if v == FREE and not space.partial[gives]:
                         continue
                     tensor = problem.graph.tensors[node.outputs[r]]
-                    if v == FREE:
-                        whole = problem.resharder.state(shape, Layout(((),) * len(shape)))
-                        total += self.reshard_seconds(shape, tensor.nbytes, gives, whole)
-                        continue
-                    total += self.moved(tensor, gives, state[v], problem.windows.results.get((node.id, r), NO_WINDOW))
+                    after = problem.resharder.state(shape, Layout(((),) * len(shape))) if v == FREE else state[v]
+                    total += self.moved(tensor, gives, after, problem.windows.results.get((node.id, r), NO_WINDOW))
                 best = min(best, total)
             return best * node.weight
 

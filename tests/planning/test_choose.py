@@ -8,6 +8,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import gpt, mlp
@@ -99,3 +100,22 @@ def test_a_weight_gathered_again_is_counted_again() -> None:
         t for i in scheduled(fsdp).issued if i.step.kind == Collective.ALL_GATHER for t in (i.tensor, *(t for t, _ in i.along))
     ]
     assert all(sent.count(t) == 2 for t in again)
+
+
+def test_the_norms_of_split_gradients_are_summed_in_one_collective() -> None:
+    """A scalar without a layout travels in a bundle too: each of many norms does not cost a collective's latency."""
+
+    def step(ws: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        gradients = jax.grad(lambda ws: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2))(ws)
+        norm = jnp.sqrt(functools.reduce(jnp.add, [jnp.sum(g**2) for g in gradients]))
+        return [w - 0.1 * g / jnp.maximum(norm, 1.0) for w, g in zip(ws, gradients, strict=True)]
+
+    array = jax.ShapeDtypeStruct
+    args = [array((1024, 1024), "float32")] * 24, array((8192, 1024), "float32")
+    session = shardplan.plan(step, *args, cluster="2x4", pins={"ws/*": P(("node", "gpu")), "x": P(("node", "gpu"))}).session
+    norms = [i for i in session.decisions.issued if session.graph.tensors[i.tensor].shape == ()]
+    alone = session.problem.resharder.seconds(norms[0].step.kind, norms[0].step.factors, 4.0)
+    assert len(norms) == 24
+    assert sum(i.seconds for i in norms) < 2 * alone
+    sent = [i for i in scheduled(session).issued if i.tensor in {n.tensor for n in norms}]
+    assert sum(i.seconds for i in sent) < 2 * alone

@@ -28,7 +28,7 @@ class _Kind:
 
     signature: Signature
     slots: tuple[Slot, ...]
-    free: tuple[int, ...]
+    free: tuple[Slot, ...]
     allowed: Allowed | None
     late: Late | None
     replaced: tuple[int, ...]

@@ -180,8 +180,7 @@ class Extractor:
         windows = self.problem.windows
         for steps, slot, result in moves:
             tensor = node.outputs[slot] if result else node.inputs[slot]
-            known = (windows.results if result else windows.operands).get((node.id, slot), NO_WINDOW)
-            window = NO_WINDOW if result and use.stored[slot] is None else known
+            window = (windows.results if result else windows.operands).get((node.id, slot), NO_WINDOW)
             move = tensor, steps[0].before, steps[-1].after
             if not result and not node.backward:
                 forward.add(move)

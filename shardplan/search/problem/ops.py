@@ -33,8 +33,8 @@ from shardplan.search.problem.windows import NO_WINDOWS, Read, Windows
 MOST_AXES = 30
 """In an op with more variables than this, those with one state get no axis: NumPy allows 64 axes, some functions only 32."""
 
-Slots = tuple[tuple[int, ...], tuple[Slot, ...], tuple[int, ...]]
-"""(an op's variables, a `Slot` for each operand and result with a variable, the results without one)."""
+Slots = tuple[tuple[int, ...], tuple[Slot, ...], tuple[Slot, ...]]
+"""(an op's variables, a `Slot` for each operand and result with a variable, and for each result without one)."""
 
 _Columns = list[tuple[int, int]]
 
@@ -141,7 +141,7 @@ class Ops:
         """Equal for ops that cost the same in the same layouts of their variables, if no limit tells them apart."""
         if n not in self._keys:
             node = self._graph.nodes[n]
-            own = node.costed.id, node.weight, self._slots[n][1], self.deferring.get(n)
+            own = node.costed.id, node.weight, self._slots[n][1:], self.deferring.get(n)
             self._keys[n] = self._numbers.setdefault(own, len(self._numbers))
         return self._keys[n]
 
@@ -156,17 +156,20 @@ class Ops:
 
     def _slots_of(self, node: Node) -> Slots:
         rows: list[tuple[int, int, bool, Window, Read]] = []
+        free: list[Slot] = []
         windows = self._windows
         for i, t in enumerate(node.inputs):
             if t >= 0 and self._coarse.of[t] != FREE:
                 window = windows.operands.get((node.id, i), NO_WINDOW)
                 rows.append((self._coarse.read.get((node.id, i), self._coarse.of[t]), i, False, window, windows.read(t)))
         for r, t in enumerate(node.outputs):
-            if self._coarse.of[t] != FREE:
-                rows.append((self._coarse.of[t], r, True, windows.results.get((node.id, r), NO_WINDOW), windows.read(t)))
+            window, read = windows.results.get((node.id, r), NO_WINDOW), windows.read(t)
+            if self._coarse.of[t] == FREE:
+                free.append(Slot(-1, r, True, window, read))
+            else:
+                rows.append((self._coarse.of[t], r, True, window, read))
         scope = tuple(dict.fromkeys(v for v, *_ in rows))
-        free = tuple(r for r, t in enumerate(node.outputs) if self._coarse.of[t] == FREE)
-        return scope, tuple(Slot(scope.index(v), i, r, w, read) for v, i, r, w, read in rows), free
+        return scope, tuple(Slot(scope.index(v), i, r, w, read) for v, i, r, w, read in rows), tuple(free)
 
     def _late(self, node: Node) -> Late:
         free = {i for i, t in enumerate(node.inputs) if t < 0 or self._coarse.of[t] == FREE}

@@ -76,7 +76,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables.
+    """The ``index``-th operand or result of an op; ``variable`` is a position among the op's variables, -1 if it has none.
 
     ``window`` is the compute that moving it can hide behind; ``read`` says how it is read after that.
     """
@@ -197,7 +197,7 @@ class Pricer:
         self,
         signature: Signature,
         slots: tuple[Slot, ...],
-        free: tuple[int, ...],
+        free: tuple[Slot, ...],
         domains: tuple[Domain, ...],
         allowed: Allowed | None = None,
         *,
@@ -222,20 +222,18 @@ class Pricer:
                 costs = np.where(~rows.terms[:, None] & partial, np.inf, costs)
             before = columns[slot.variable]
             columns[slot.variable] = costs if before is None else before + costs
-        for r in free:
-            shape = call.results[r]
-            space = self.resharder.space(shape)
-            if space.partial[rows.gives[:, r]].any():
+        for slot in free:
+            (shape, size), given = slot.tensor(call), rows.gives[:, slot.index]
+            if self.resharder.space(shape).partial[given].any():
                 whole = self.resharder.state(shape, Layout.whole(len(shape)))
-                prices = self.prices(shape, nbytes(shape, call.result_dtypes[r]), (whole,), into=True)
-                base = base + prices[0][rows.gives[:, r]]
+                base = base + self.costs(shape, size, (whole,), slot.window, slot.read, into=True)[0][given]
         return base, [c for c in columns if c is not None]
 
     def strategy_tables(
         self,
         signature: Signature,
         slots: tuple[Slot, ...],
-        free: tuple[int, ...],
+        free: tuple[Slot, ...],
         domains: tuple[Domain, ...],
         weight: float,
         allowed: Allowed | None = None,

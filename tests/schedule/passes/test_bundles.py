@@ -161,9 +161,8 @@ def test_the_most_promising_of_the_other_solutions_are_scheduled_first() -> None
 
 def test_in_haste_the_most_promising_other_solution_is_looked_at() -> None:
     """The search's own plan is the slower one as scheduled, where collectives take long to start."""
-    cluster = slow_to_start(2e-4)
-    whole = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster).session
-    alone = shardplan.plan(step, WEIGHTS, BATCH, cluster=cluster, backend="specs").session
+    plan = shardplan.plan(step, WEIGHTS, BATCH, cluster=slow_to_start(2e-4), time_model="sum")
+    whole, alone = plan.session, _search_alone(plan)
     assert scheduled(whole).step_time_s < scheduled(alone).step_time_s
     fastest = Fastest(alone)
     fastest.among([whole], patience=1)

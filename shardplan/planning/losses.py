@@ -1,33 +1,29 @@
-"""Where a sharding of all arguments loses time: to other layouts of single arguments, in collectives that a plan lacks."""
+"""Where a sharding of all arguments loses time: to other layouts of its arguments, in collectives that a plan lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from shardplan.collectives.issued import PlannedCollective
+from shardplan.collectives.issued import PlannedCollective, StepCost
 from shardplan.constants import CONSTANTS
-from shardplan.ir import Collective, spec_text
-from shardplan.search.coarsening.coarsen import FREE
-from shardplan.search.inference.solver import Solver
-from shardplan.search.memory import liveness as memory
+from shardplan.ir import Collective, Layout, spec_text
+from shardplan.planning.suspects import MOST, Suspect, suspects
 from shardplan.search.problem.extract import Decisions, inside_s
 from shardplan.search.problem.problem import Problem
 from shardplan.search.problem.solution import Solution
 from shardplan.search.session import Session
-from shardplan.search.strategy.pins import pinned_domains
-from shardplan.search.strategy.polish import polish
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one argument's layout costs: the step is ``seconds`` shorter, and sends ``bytes`` less, if this argument alone takes
-    its best layout (``instead``) and all other values that are not arguments follow.
+    """What the layouts of some arguments cost: the step is ``seconds`` shorter, and sends ``bytes`` less, if these alone lie
+    otherwise and the step is scored again.
 
-    ``given`` is its spec. ``source`` is the line of the op that gains most. ``together`` are the arguments that share the layout
-    (``path`` is the first), as the moments of one weight do: they are freed together. Seconds are in the search's prices, in
-    which each reader has its own collective. Losses of several arguments do not add up.
+    They are a weight with its moments, in all equal layers, or several such where only all of them gain. ``together`` has the
+    specs that they take instead, by path. ``path`` is the first, ``given`` its spec, ``instead`` the one that it takes.
+    ``source`` is the line of the op that gains most. Losses do not add up.
     """
 
     path: str
@@ -36,7 +32,19 @@ class Loss:
     bytes: float
     given: str
     instead: str
-    together: tuple[str, ...]
+    together: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PricedStep:
+    """A sharding of the arguments, with the layouts of all other values, and its cost."""
+
+    session: Session
+    run: StepCost
+
+
+Pricer = Callable[[Mapping[int, Layout]], PricedStep]
+"""Prices the step where the arguments of these numbers lie otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,73 +61,95 @@ class Unasked:
     seconds: float
 
 
-def losses(session: Session, names: Sequence[str]) -> tuple[Loss, ...]:
-    """The losses of arguments, largest first, in a session whose pins hold all arguments. Arguments that lose nothing are left
-    out. ``names`` are the names of the factors in specs. A layout that does not fit into memory is no gain if the session's own
-    solution fits.
+def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, names: Sequence[str]) -> tuple[Loss, ...]:
+    """The losses of arguments, largest first, in a session whose pins hold all arguments; ``given`` is its price, ``best_s`` that
+    with the best layouts inside. ``names`` are the names of the factors in specs.
+
+    They are those of the search, in its prices, unless the layouts that XLA infers cost more than all that other arguments could
+    gain with the best layouts inside. Then the steps are priced in which XLA infers them anew: with the suspects of the search
+    that count beside that, and, if these explain less than half of it, with those that count most among all that would move.
     """
-    problem, graph = session.problem, session.graph
-    sharing: dict[int, list[int]] = {}
-    for i, t in enumerate(graph.inputs):
-        if problem.coarse.of[t] != FREE:
-            sharing.setdefault(problem.coarse.of[t], []).append(i)
-    held, free = pinned_domains(problem, session.pins), pinned_domains(problem, {})
-    solver = Solver(problem, memory.liveness(problem, session.donated))
-    best = polish(solver, held, session.solution)
-    base, fits = session.extractor.decide(best), best.fits(session.memory_limit)
-    spending = _Spent.of(problem)
-    spent = spending.by_source(best, base)
-    result: list[Loss] = []
-    for v, arguments in sharing.items():
-        freed = polish(solver, [free[u] if u == v else own for u, own in enumerate(held)], best)
-        other = session.extractor.decide(freed)
-        gained_s = base.step_time_s - other.step_time_s
-        if gained_s <= CONSTANTS.least_gain * base.step_time_s or (fits and not freed.fits(session.memory_limit)):
-            continue
-        left = spending.by_source(freed, other)
-        t = graph.inputs[arguments[0]]
-        layouts = [layout for layout in (base.layouts[t], other.layouts[t]) if layout is not None]
-        given, instead = (spec_text(layout.entries(tuple(names))) for layout in layouts)
-        dearest = max(spent, key=lambda source: (spent[source] - left.get(source, 0.0), source))
-        paths = tuple(graph.input_paths[i] for i in arguments)
-        fewer = base.communication_bytes - other.communication_bytes
-        result.append(Loss(paths[0], dearest, gained_s, fewer, given, instead, paths))
-    return tuple(sorted(result, key=lambda loss: (-loss.seconds, loss.path)))
+    found, inferred_s = suspects(session), given.run.step_time_s - best_s
+    start = PricedStep(session.at(found.start), session.extractor.decide(found.start))
+    if inferred_s <= found.seconds:
+        after = [session.at(suspect.solution) for suspect in found.alone]
+        priced = [PricedStep(own, own.decisions) for own in after]
+        rows = [_loss(start, start, own, suspect, names) for suspect, own in zip(found.alone, priced, strict=True)]
+    else:
+        count = sum(suspect.seconds >= (1 - MOST) * inferred_s for suspect in found.alone)
+        rows = [_loss(start, given, price(s.layouts), s, names) for s in found.alone[: max(1, count)]]
+        if found.moved and 2 * max((loss.seconds for loss in rows), default=0.0) < inferred_s:
+            suspect, own = _heaviest(found.moved, given, price)
+            rows.append(_loss(start, given, own, suspect, names))
+    least_s = CONSTANTS.least_gain * given.run.step_time_s
+    unequal = {tuple(loss.together.items()): loss for loss in rows if loss.seconds > least_s}
+    return tuple(sorted(unequal.values(), key=lambda loss: (-loss.seconds, loss.path)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Spent:
-    """The seconds of a problem's solutions by source line; ``inside`` has a line for the elementwise ops of each variable."""
+def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> tuple[Suspect, PricedStep]:
+    """The suspect at which the step gains most when one after the other moves, found by bisection, with its price; the suspects
+    up to it where it gains nothing alone.
+    """
 
-    problem: Problem
-    inside: Mapping[int, str]
+    def moves(count: int) -> Suspect:
+        layouts = {i: layout for suspect in moved[:count] for i, layout in suspect.layouts.items()}
+        return replace(moved[count - 1], layouts=layouts)
 
-    @classmethod
-    def of(cls, problem: Problem) -> _Spent:
-        """For a problem."""
-        joins = frozenset(problem.coarse.joins)
-        nodes = [n for n in problem.graph.nodes if n.id not in joins and n.outputs]
-        return cls(problem, {problem.coarse.of[n.outputs[0]]: str(n.op.source) for n in reversed(nodes)})
+    low, high = 0, len(moved)
+    before_s, after = given.run.step_time_s, price(moves(high).layouts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        at = price(moves(middle).layouts)
+        if before_s - at.run.step_time_s >= at.run.step_time_s - after.run.step_time_s:
+            high, after = middle, at
+        else:
+            low, before_s = middle, at.run.step_time_s
+    alone = price(moved[low].layouts)
+    return (moved[low], alone) if alone.run.step_time_s < given.run.step_time_s else (moves(high), after)
 
-    def by_source(self, solution: Solution, decisions: Decisions) -> dict[str, float]:
-        """The seconds of collectives and of compute."""
-        result: dict[str, float] = {}
-        for source, seconds in (*_sent_s(decisions), *self._computed_s(solution, decisions)):
-            result[source] = result.get(source, 0.0) + seconds
-        return result
 
-    def _computed_s(self, solution: Solution, decisions: Decisions) -> Iterator[tuple[str, float]]:
-        problem = self.problem
-        for summand in problem.summands:
-            match summand.kind:
-                case "op":
-                    yield str(problem.graph.nodes[summand.at].op.source), decisions.uses[summand.at].compute_s * summand.weight
-                case "interior":
-                    yield self.inside[summand.at], inside_s(problem, summand, solution.states)
-                case "link" | "view" | "host":  # they are sent, not computed
-                    pass
-                case _:
-                    assert_never(summand.kind)
+def _loss(start: PricedStep, before: PricedStep, after: PricedStep, suspect: Suspect, names: Sequence[str]) -> Loss:
+    """The loss of a suspect of the search that begins at ``start``: what the step gains by its layouts."""
+    session, graph = start.session, start.session.graph
+    spent, left = _by_source(before), _by_source(after)
+    instead = {graph.input_paths[i]: spec_text(layout.entries(tuple(names))) for i, layout in suspect.layouts.items()}
+    path, first = next(iter(instead)), graph.inputs[next(iter(suspect.layouts))]
+    state = session.solution.states[session.problem.coarse.of[first]]
+    given = session.problem.resharder.layout(graph.tensors[first].shape, state)
+    return Loss(
+        path=path,
+        source=max(spent, key=lambda source: (spent[source] - left.get(source, 0.0), source)),
+        seconds=before.run.step_time_s - after.run.step_time_s,
+        bytes=before.run.communication_bytes - after.run.communication_bytes,
+        given=spec_text(given.entries(tuple(names))),
+        instead=instead[path],
+        together=instead,
+    )
+
+
+def _by_source(priced: PricedStep) -> dict[str, float]:
+    """The seconds of collectives and of compute by source line."""
+    session, decisions = priced.session, priced.session.decisions
+    result: dict[str, float] = {}
+    for source, seconds in (*_sent_s(decisions), *_computed_s(session.problem, session.solution, decisions)):
+        result[source] = result.get(source, 0.0) + seconds
+    return result
+
+
+def _computed_s(problem: Problem, solution: Solution, decisions: Decisions) -> Iterator[tuple[str, float]]:
+    joins = frozenset(problem.coarse.joins)
+    nodes = [n for n in problem.graph.nodes if n.id not in joins and n.outputs]
+    inside = {problem.coarse.of[n.outputs[0]]: str(n.op.source) for n in reversed(nodes)}  # a line for each variable's ops
+    for summand in problem.summands:
+        match summand.kind:
+            case "op":
+                yield str(problem.graph.nodes[summand.at].op.source), decisions.uses[summand.at].compute_s * summand.weight
+            case "interior":
+                yield inside[summand.at], inside_s(problem, summand, solution.states)
+            case "link" | "view" | "host":  # they are sent, not computed
+                pass
+            case _:
+                assert_never(summand.kind)
 
 
 def _sent_s(decisions: Decisions) -> Iterator[tuple[str, float]]:

@@ -17,6 +17,7 @@ from shardplan.search.problem.pricing import Limits
 from shardplan.search.problem.problem import Domain, Problem
 from shardplan.search.session import Session
 from shardplan.search.strategy.pins import for_pins, pinned_domains
+from shardplan.search.strategy.polish import polish
 
 
 def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Session, float]:
@@ -39,6 +40,14 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Sessio
     domains = _scattered(problem, cuts, free, domains)
     solution, _ = solver.minimum("given", domains, limits=Limits(cuts))
     return replace(session, problem=problem, solution=solution, bound=None, extractor=Extractor.of(problem)), share
+
+
+def refitted(session: Session) -> Session:
+    """The session with the best layouts under pins that are not those of its solution."""
+    solver = Solver(session.problem, memory.liveness(session.problem, session.donated))
+    domains = pinned_domains(session.problem, session.pins)
+    start = solver.minimum("given", [(s,) if s in d else d for s, d in zip(session.solution.states, domains, strict=True)])[0]
+    return session.at(polish(solver, domains, start))
 
 
 def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain], layouts: Mapping[int, Layout]) -> float:

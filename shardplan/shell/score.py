@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardplan import _jax
 from shardplan.collectives.issued import PlannedCollective
 from shardplan.emit.inference import LOWERED_FOR, UnconstrainedEmitter, inferred_layouts
+from shardplan.emit.stacked import partition_spec
 from shardplan.errors import ClusterError, MemoryLimitError, PinError, ShardplanError, nearest
 from shardplan.frontend.argnums import positions
 from shardplan.frontend.constraints import with_constraints
@@ -23,18 +24,17 @@ from shardplan.frontend.keywords import as_positional
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.graph.updates import described
 from shardplan.hlo.reshards import unforeseen
-from shardplan.ir import Constraint, spec_text
+from shardplan.ir import Constraint, Layout, spec_text
 from shardplan.mesh import Cluster, factors
 from shardplan.mesh.devices import device_numbers
 from shardplan.mesh.factoring import read_order
-from shardplan.planning.losses import losses, unasked
-from shardplan.planning.partitioned import partitioned
+from shardplan.planning.losses import PricedStep, losses, unasked
+from shardplan.planning.partitioned import partitioned, refitted
 from shardplan.planning.scheduled import Scheduled, scheduled
 from shardplan.plans.score import MeasuredSharding, Score
 from shardplan.plans.summary import collectives_of
 from shardplan.schedule import unbundled
 from shardplan.search.inference.anytime import Part, best_of
-from shardplan.search.session import Session
 from shardplan.shell.api import checked_observer
 from shardplan.shell.api import plan as plan_step
 from shardplan.shell.clusters import ClusterLike, resolve_cluster
@@ -262,30 +262,34 @@ def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike,
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(PricedStep):
     """The user's sharding, with all other layouts as XLA's partitioner infers them as far as it is known: for the share
     ``inferred`` of their bytes. The others are the best ones.
     """
 
-    session: Session
     run: Scheduled
     inferred: float
 
-    @classmethod
-    def of(cls, mine: Plan) -> _Step:
-        """From the plan in which all arguments lie as given."""
-        with stand_ins(mine.traced.program, platform=LOWERED_FOR):
-            try:
-                layouts = inferred_layouts(mine.planned, mine.traced, mine.flat_in_specs)
-            except _jax.UnknownShardyError as error:
-                _log.warning("what XLA's partitioner infers is unknown with this JAX (%s): the best layouts are priced", error)
-                return cls(mine.session, scheduled(mine.session), inferred=0.0)
-        session, share = partitioned(mine.session, layouts)
-        return cls(session, scheduled(session), inferred=share)
+
+def _step(mine: Plan, moved: Mapping[int, Layout]) -> _Step:
+    """The price of the plan in which all arguments lie as given, but for those that are ``moved``, by number."""
+    names, paths = tuple(mine.axes), mine.traced.program.input_paths
+    specs = [partition_spec(moved[i], names) if i in moved else spec for i, spec in enumerate(mine.flat_in_specs)]
+    other = {glob.escape(paths[i]): layout.entries(names) for i, layout in moved.items()}
+    session = replace(mine.session, pins={**mine.session.pins, **other})
+    with stand_ins(mine.traced.program, platform=LOWERED_FOR):
+        try:
+            layouts = inferred_layouts(mine.planned, mine.traced, specs)
+        except _jax.UnknownShardyError as error:
+            _log.warning("what XLA's partitioner infers is unknown with this JAX (%s): the best layouts are priced", error)
+            session = refitted(session) if moved else session
+            return _Step(session, scheduled(session), inferred=0.0)
+    session, share = partitioned(session, layouts)
+    return _Step(session, scheduled(session), inferred=share)
 
 
 def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constraints: str, *, measure: bool) -> Score:
-    own = _Step.of(mine)
+    own = _step(mine, {})
     collectives, peak = collectives_of(own.session, own.run, described(own.session.graph)), own.session.solution.peak_bytes
     best = min((mine.step_time_s, mine.communication_bytes), (own.run.step_time_s, own.run.communication_bytes))
     return Score(
@@ -299,7 +303,7 @@ def _score(plan: Plan, mine: Plan, given: GivenShardings, axes: _Axes, constrain
         plan_peak_bytes=plan.peak_bytes,
         memory_limit=plan.memory_limit,
         fits=peak <= plan.memory_limit,
-        losses=losses(mine.session, axes.names(mine)),
+        losses=losses(mine.session, own, best[0], lambda moved: _step(mine, moved), axes.names(mine)),
         unasked=unasked(collectives, plan.collectives),
         axes=dict(axes.sizes),
         in_specs={path: spec_text(entries) for path, entries in given.entries.items()},

@@ -1,0 +1,153 @@
+"""The arguments by which a sharding loses, in the search's prices: groups of arguments that lie otherwise if they are free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.constants import CONSTANTS
+from shardplan.graph.updates import updated
+from shardplan.ir import Layout
+from shardplan.search.coarsening.coarsen import FREE
+from shardplan.search.inference.solver import Solver
+from shardplan.search.memory import liveness as memory
+from shardplan.search.problem.problem import Domain, Problem
+from shardplan.search.problem.solution import Solution
+from shardplan.search.session import Session
+from shardplan.search.strategy.pins import pinned_domains
+from shardplan.search.strategy.polish import polish
+
+MOST = 0.95
+"""The part of what can be gained that is named; the rest is in arguments that gain next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """Arguments that are freed together, and the layouts that those of them take which then lie otherwise, by number: first
+    weights and the batch, then moments. ``solution`` is the best one with them, and ``seconds`` what it gains.
+    """
+
+    layouts: Mapping[int, Layout]
+    solution: Solution
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """The groups that gain ``alone``, or together, largest first; and ``moved``, all that lie otherwise if all are free, each in
+    its layout there, in the order of what they gain alone. ``start`` is the solution with none free, ``seconds`` what it gains
+    if all are.
+    """
+
+    alone: tuple[Suspect, ...]
+    moved: tuple[Suspect, ...]
+    start: Solution
+    seconds: float
+
+
+def suspects(session: Session) -> Suspects:
+    """The suspects of a session whose pins hold all arguments.
+
+    A weight, its moments, and those of equal layers with the same layouts are one group. Each group is freed alone. Then all are
+    free, and hold again one after the other as long as that costs next to nothing: groups of those left that gain less alone
+    than they cost the others are coordinated, and one suspect. A layout that does not fit into memory is no gain if the
+    session's own solution fits.
+    """
+    search = _Search.of(session)
+    groups = _groups(session.problem, search.held)
+    alone = {group: search.gain_s(search.freed([group])) for group in groups}
+    order = sorted(groups, key=lambda group: -alone[group])
+    every = search.freed(groups)
+    moved = [group for group in order if any(every.states[v] != search.start.states[v] for v in group.variables)]
+    kept, costs = search.fewest(moved, every)
+    joined = [group for group in kept if alone[group] < MOST * costs[group]]
+    found = [search.suspect([group], search.freed([group])) for group in order if alone[group] > 0]
+    if len(joined) > 1:
+        found.append(search.suspect(joined, search.freed(joined)))
+    found.sort(key=lambda suspect: -suspect.seconds)
+    return Suspects(tuple(found), tuple(search.suspect([group], every) for group in moved), search.start, search.gain_s(every))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Arguments that are freed together, by number, ``variables`` theirs."""
+
+    arguments: tuple[int, ...]
+    variables: frozenset[int]
+
+
+def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
+    """The groups of all arguments that have a layout."""
+    graph, of = problem.graph, problem.coarse.of
+    owner = updated(graph)
+    members: dict[int, list[int]] = {}
+    for i, t in enumerate(graph.inputs):
+        if of[t] != FREE:
+            members.setdefault(owner.get(t, i), []).append(i)
+    equal: dict[Hashable, list[int]] = {}
+    for head, own in members.items():
+        lie = tuple((graph.tensors[graph.inputs[i]].shape, held[of[graph.inputs[i]]]) for i in own)
+        equal.setdefault((re.sub(r"\d+", "", graph.input_paths[head]), lie), []).append(head)
+    result: list[_Group] = []
+    for heads in equal.values():
+        own = sorted((i for head in heads for i in members[head]), key=lambda i: (i not in heads, i))
+        result.append(_Group(tuple(own), frozenset(of[graph.inputs[i]] for i in own)))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The problem of a session, solved with some arguments free; ``start`` is that with none, ``fits`` whether it does."""
+
+    session: Session
+    solver: Solver
+    held: Sequence[Domain]
+    free: Sequence[Domain]
+    start: Solution
+    fits: bool
+
+    @classmethod
+    def of(cls, session: Session) -> _Search:
+        problem = session.problem
+        held, free = pinned_domains(problem, session.pins), pinned_domains(problem, {})
+        solver = Solver(problem, memory.liveness(problem, session.donated))
+        start = polish(solver, held, session.solution)
+        return cls(session, solver, held, free, start, start.fits(session.memory_limit))
+
+    def freed(self, groups: Sequence[_Group], either: Solution | None = None) -> Solution:
+        """The best solution with these groups free, or in their own layouts or those of ``either``."""
+        opened = {v for group in groups for v in group.variables}
+        free = self.free if either is None else [tuple(sorted({*d, s})) for d, s in zip(self.held, either.states, strict=True)]
+        found = polish(self.solver, [free[v] if v in opened else own for v, own in enumerate(self.held)], self.start)
+        return self.start if self.fits and not found.fits(self.session.memory_limit) else found
+
+    def gain_s(self, solution: Solution) -> float:
+        """What a solution gains; 0 for next to nothing."""
+        gained_s = self.start.seconds - solution.seconds
+        return gained_s if gained_s > CONSTANTS.least_gain * self.start.seconds else 0.0
+
+    def fewest(self, moved: Sequence[_Group], every: Solution) -> tuple[list[_Group], dict[_Group, float]]:
+        """(those of the groups that have to move to ``every`` for `MOST` of its gain, what each of them costs if it alone holds).
+
+        The groups that gain most alone, which come first, are kept if they can be.
+        """
+        wanted_s, kept = MOST * self.gain_s(every), list(moved)
+        for group in reversed(moved):
+            fewer = [other for other in kept if other is not group]
+            if self.gain_s(self.freed(fewer, every)) >= wanted_s:
+                kept = fewer
+        together_s = self.gain_s(self.freed(kept, every))
+        others = {group: [other for other in kept if other is not group] for group in kept}
+        return kept, {group: together_s - self.gain_s(self.freed(own, every)) for group, own in others.items()}
+
+    def suspect(self, groups: Sequence[_Group], at: Solution) -> Suspect:
+        """The groups as a suspect that moves to a solution."""
+        graph, problem = self.session.graph, self.session.problem
+        layouts: dict[int, Layout] = {}
+        for i in (i for group in groups for i in group.arguments):
+            t = graph.inputs[i]
+            v = problem.coarse.of[t]
+            if at.states[v] != self.start.states[v]:
+                layouts[i] = problem.resharder.layout(graph.tensors[t].shape, at.states[v])
+        return Suspect(layouts, at, self.gain_s(at))

@@ -81,9 +81,14 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
         if found.moved and 2 * max((loss.seconds for loss in rows), default=0.0) < inferred_s:
             suspect, own = _heaviest(found.moved, given, price)
             rows.append(_loss(start, given, own, suspect, names))
+    rows.sort(key=lambda loss: (-loss.seconds, len(loss.together), loss.path))
     least_s = CONSTANTS.least_gain * given.run.step_time_s
-    unequal = {tuple(loss.together.items()): loss for loss in rows if loss.seconds > least_s}
-    return tuple(sorted(unequal.values(), key=lambda loss: (-loss.seconds, loss.path)))
+    larger = [[other.together.keys() for other in rows[:n]] for n in range(len(rows))]  # that gain as much
+    return tuple(
+        loss
+        for loss, fewer in zip(rows, larger, strict=True)
+        if loss.seconds > least_s and not any(p <= loss.together.keys() for p in fewer)
+    )
 
 
 def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> tuple[Suspect, PricedStep]:

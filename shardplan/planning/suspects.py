@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.constants import CONSTANTS
@@ -56,25 +56,34 @@ def suspects(session: Session) -> Suspects:
     """
     search = _Search.of(session)
     groups = _groups(session.problem, search.held)
-    alone = {group: search.gain_s(search.freed([group])) for group in groups}
-    order = sorted(groups, key=lambda group: -alone[group])
+    freed = {group: search.freed([group]) for group in groups}
+    order = sorted(groups, key=lambda group: freed[group].seconds)
     every = search.freed(groups)
     moved = [group for group in order if any(every.states[v] != search.start.states[v] for v in group.variables)]
     kept, costs = search.fewest(moved, every)
-    joined = [group for group in kept if alone[group] < MOST * costs[group]]
-    found = [search.suspect([group], search.freed([group])) for group in order if alone[group] > 0]
-    if len(joined) > 1:
-        found.append(search.suspect(joined, search.freed(joined)))
-    found.sort(key=lambda suspect: -suspect.seconds)
-    return Suspects(tuple(found), tuple(search.suspect([group], every) for group in moved), search.start, search.gain_s(every))
+    joined = [group for group in kept if search.gain_s(freed[group]) < MOST * costs[group]]
+    found = [max(_alone(search, group, freed[group]), key=lambda suspect: suspect.seconds) for group in order]
+    found += [search.suspect(joined, search.freed(joined))] if len(joined) > 1 else []
+    alone = sorted((suspect for suspect in found if suspect.seconds > 0), key=lambda suspect: -suspect.seconds)
+    others = tuple(search.suspect([group], every) for group in moved)
+    return Suspects(tuple(alone), others, search.start, search.base_s - session.extractor.decide(every).step_time_s)
+
+
+def _alone(search: _Search, group: _Group, freed: Solution) -> Iterator[Suspect]:
+    """A group as a suspect, and without its moments: the search prices what hides behind compute at one rate."""
+    yield search.suspect([group], freed)
+    heads = group.without_moments
+    if heads is not None:
+        yield search.suspect([heads], search.freed([heads]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Arguments that are freed together, by number, ``variables`` theirs."""
+    """Arguments that are freed together, by number, ``variables`` theirs; None ``without_moments`` where there are none."""
 
     arguments: tuple[int, ...]
     variables: frozenset[int]
+    without_moments: _Group | None = None
 
 
 def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
@@ -89,16 +98,23 @@ def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
     for head, own in members.items():
         lie = tuple((graph.tensors[graph.inputs[i]].shape, held[of[graph.inputs[i]]]) for i in own)
         equal.setdefault((re.sub(r"\d+", "", graph.input_paths[head]), lie), []).append(head)
-    result: list[_Group] = []
-    for heads in equal.values():
-        own = sorted((i for head in heads for i in members[head]), key=lambda i: (i not in heads, i))
-        result.append(_Group(tuple(own), frozenset(of[graph.inputs[i]] for i in own)))
-    return result
+
+    def group(arguments: Sequence[int], heads: _Group | None) -> _Group:
+        variables = frozenset(of[graph.inputs[i]] for i in arguments)
+        return _Group(tuple(arguments), variables, None if heads is None or heads.variables == variables else heads)
+
+    def whole(heads: Sequence[int]) -> _Group:
+        moments = sorted(i for head in heads for i in members[head] if i not in heads)
+        return group([*heads, *moments], group(heads, None))
+
+    return [whole([head for head in heads if head in members[head]]) for heads in equal.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The problem of a session, solved with some arguments free; ``start`` is that with none, ``fits`` whether it does."""
+    """The problem of a session, solved with some arguments free; ``start`` is that with none, ``fits`` whether it does, and
+    ``base_s`` its step.
+    """
 
     session: Session
     solver: Solver
@@ -106,6 +122,7 @@ class _Search:
     free: Sequence[Domain]
     start: Solution
     fits: bool
+    base_s: float
 
     @classmethod
     def of(cls, session: Session) -> _Search:
@@ -113,7 +130,9 @@ class _Search:
         held, free = pinned_domains(problem, session.pins), pinned_domains(problem, {})
         solver = Solver(problem, memory.liveness(problem, session.donated))
         start = polish(solver, held, session.solution)
-        return cls(session, solver, held, free, start, start.fits(session.memory_limit))
+        return cls(
+            session, solver, held, free, start, start.fits(session.memory_limit), session.extractor.decide(start).step_time_s
+        )
 
     def freed(self, groups: Sequence[_Group], either: Solution | None = None) -> Solution:
         """The best solution with these groups free, or in their own layouts or those of ``either``."""
@@ -150,4 +169,4 @@ class _Search:
             v = problem.coarse.of[t]
             if at.states[v] != self.start.states[v]:
                 layouts[i] = problem.resharder.layout(graph.tensors[t].shape, at.states[v])
-        return Suspect(layouts, at, self.gain_s(at))
+        return Suspect(layouts, at, self.base_s - self.session.extractor.decide(at).step_time_s if layouts else 0.0)

@@ -22,9 +22,9 @@ from shardplan.report.html_seconds import LineSeconds, parts_of
 from shardplan.report.html_timeline import Bars, bars_of
 from shardplan.report.json import comparison_rows
 from shardplan.report.parallelism import purposes_text
-from shardplan.report.paths import PathGroup, grouped
+from shardplan.report.paths import grouped
 from shardplan.report.plan_text import best_baseline, bound_text, plan_facts, plan_text
-from shardplan.report.tables import rate, seconds, size
+from shardplan.report.tables import rate
 from shardplan.schedule import PlannedProgram
 from shardplan.search.session import Session
 from shardplan.simulate.figures import Simulated
@@ -163,19 +163,14 @@ def _own(plan: PlanData, score: Score) -> dict[str, Any]:
         "fits": score.fits,
         "axes": dict(score.axes),
         "specs": {path: score.in_specs[path] for path in plan.entries if path in score.in_specs},
-        "losses": _losses(score),
+        "losses": [_loss(one) for one in score.losses],
         "unasked": [asdict(row) for row in score.unasked],
     }
 
 
-def _losses(score: Score) -> list[dict[str, Any]]:
-    """The losses of the user's sharding, equal arrays in one row; a row's figures are those of one array."""
-    known = {loss.path: loss for loss in score.losses}
-    alike = {p: (x.given, x.instead, seconds(x.seconds), size(x.bytes), x.source, len(x.together)) for p, x in known.items()}
-    return [_loss(group, known[group.paths[0]]) for group in grouped(alike)]
-
-
-def _loss(group: PathGroup, one: Loss) -> dict[str, Any]:
+def _loss(one: Loss) -> dict[str, Any]:
+    """A loss of the user's sharding; ``count`` of its arguments have the pattern, ``together`` lie otherwise."""
+    group = grouped(one.together)[0]
     return {
         **{name: getattr(one, name) for name in ("given", "instead", "seconds", "bytes", "source")},
         "pattern": group.pattern,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardplan.planning.losses import Loss
 from shardplan.plans.score import MeasuredSharding, Score
 from shardplan.report.paths import grouped
 from shardplan.report.tables import NEAR, seconds, size, table
@@ -123,31 +124,23 @@ def _shown(amounts: Sequence[float]) -> int:
 
 def _losses(score: Score) -> str:
     if not score.losses:
-        return "No argument alone would gain by another layout."
-    attributes = {
-        loss.path: (loss.given, loss.instead, seconds(loss.seconds), size(loss.bytes), loss.source, len(loss.together))
-        for loss in score.losses
-    }
-    own = {loss.path: loss for loss in score.losses}
-    groups = grouped(attributes)
-    order = sorted(groups, key=lambda g: -sum(own[p].seconds for p in g.paths))
-    gains = [sum(own[p].seconds for p in g.paths) for g in order]
+        return "No argument would gain by another layout."
     rows: list[list[object]] = [
-        [_with_others(g.pattern, attributes[g.paths[0]][-1]), *attributes[g.paths[0]][:-1]] for g in order
+        [_named(loss), loss.given, loss.instead, seconds(loss.seconds), size(loss.bytes), loss.source] for loss in score.losses
     ]
-    shown = _shown(gains)
-    if rest := order[shown:]:
-        others = [own[p] for g in rest for p in g.paths]
-        most = seconds(max(loss.seconds for loss in others)), size(max(loss.bytes for loss in others))
-        rows[shown:] = [[f"{len(others)} others, each at most", None, None, *most, None]]
-    heading = (
-        "What a step gains if only this argument is sharded differently, with the best layouts inside (gains do not add up):\n\n"
-    )
-    return heading + table(["argument", "yours", "instead", "gains", "sends less", "most of it at"], rows)
+    shown = _shown([loss.seconds for loss in score.losses])
+    if rest := score.losses[shown:]:
+        most = seconds(max(loss.seconds for loss in rest)), size(max(loss.bytes for loss in rest))
+        rows[shown:] = [[f"{len(rest)} others, each at most", None, None, *most, None]]
+    heading = "What a step gains if only these arguments are sharded differently (gains do not add up):\n\n"
+    return heading + table(["arguments", "yours", "instead", "gains", "sends less", "most of it at"], rows)
 
 
-def _with_others(pattern: str, count: int) -> str:
-    return pattern if count == 1 else f"{pattern} (and {count - 1} that share{'s' if count == 2 else ''} its layout)"
+def _named(loss: Loss) -> str:
+    """The arguments of a loss: the first ones, and how many lie otherwise with them."""
+    first = grouped(loss.together)[0]
+    others = len(loss.together) - len(first.paths)
+    return f"{first.pattern} (with {others} other{'s' if others > 1 else ''})" if others else first.pattern
 
 
 def _unasked(score: Score) -> str:

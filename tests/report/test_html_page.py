@@ -206,7 +206,7 @@ def test_a_score_puts_the_users_sharding_beside_the_plan() -> None:
     own = Parsed(shardplan.plan(step, *args, cluster="2x4").html(score=score)).data["own"]
     assert (own["step_time_s"], own["fits"]) == (score.step_time_s, score.fits)
     assert own["specs"]["w/up"] == "P('gpu')"
-    assert sum(loss["count"] for loss in own["losses"]) == len(score.losses)
+    assert [loss["seconds"] for loss in own["losses"]] == [loss.seconds for loss in score.losses]
     assert len(own["unasked"]) == len(score.unasked)
 
 

@@ -70,6 +70,58 @@ def test_an_array_that_is_pinned_badly_is_named_first_with_its_line(wide: Any) -
     assert found.step_time_s > before.step_time_s
 
 
+def adam_step(w: Any, x: Any) -> Any:
+    """Two products, and Adam on both weights."""
+    state, own = w["moments"], w["params"]
+    grads = jax.grad(lambda p: jnp.mean((nn.relu(x @ p["up"]) @ p["down"]) ** 2))(own)
+    updates, state = optax.adam(1e-3).update(grads, state)
+    return {"params": optax.apply_updates(own, updates), "moments": state}
+
+
+def sgd_step(w: Any, x: Any) -> Any:
+    """Two products, and gradient descent."""
+    grads = jax.grad(lambda w: jnp.mean((nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+
+
+def two_products(rows: int, width: int, hidden: int) -> tuple[Any, Any]:
+    """The weights and the batch of the steps above."""
+    shapes = {"up": (width, hidden), "down": (hidden, width)}
+    return {n: jax.ShapeDtypeStruct(s, "float32") for n, s in shapes.items()}, jax.ShapeDtypeStruct((rows, width), "float32")
+
+
+def test_a_weight_that_is_pinned_badly_with_its_moments_is_named_before_them() -> None:
+    weights, x = two_products(16384, 512, 2048)
+    args = {"params": weights, "moments": jax.eval_shape(optax.adam(1e-3).init, weights)}, x
+    rules = {"*/up": P("gpu", "node"), "*/down": P(BOTH), "x": P(BOTH)}
+    first = shardplan.score(adam_step, *args, cluster="2x4", rules=rules, donate_argnums=0).losses[0]
+    assert first.path == "w/params/up"
+    assert set(first.together) == {"w/params/up", "w/moments/0/mu/up", "w/moments/0/nu/up"}
+
+
+def test_weights_that_gain_only_together_are_one_loss() -> None:
+    """Both weights over all devices, as for tensor parallelism: where only one moves, its products no longer fit together."""
+    rules = {"w/up": P(None, BOTH), "w/down": P(BOTH), "x": P()}
+    found = shardplan.score(sgd_step, *two_products(2048, 1024, 4096), cluster="2x4", rules=rules, donate_argnums=0)
+    (loss,) = found.losses
+    assert dict(loss.together) == {"w/up": "P(None, 'gpu')", "w/down": "P('gpu')"}
+    moved = {path: eval(spec, {"P": P}) for path, spec in loss.together.items()}
+    after = shardplan.score(sgd_step, *two_products(2048, 1024, 4096), cluster="2x4", rules=rules | moved, donate_argnums=0)
+    assert loss.seconds == pytest.approx(found.best_s - after.best_s, rel=0.1)
+
+
+def test_a_batch_by_which_xla_infers_bad_layouts_is_named_with_what_it_costs() -> None:
+    """With the best layouts inside, a slice mends it, so that other arguments would gain more."""
+    args = two_products(16384, 512, 2048)
+    rules = {"w/up": P(None, BOTH), "w/down": P(BOTH), "x": P()}
+    found = shardplan.score(sgd_step, *args, cluster="2x4", rules=rules, donate_argnums=0)
+    first = found.losses[0]
+    assert (first.path, first.instead) == ("x", "P(('node', 'gpu'))")
+    after = shardplan.score(sgd_step, *args, cluster="2x4", rules=rules | {"x": P(BOTH)}, donate_argnums=0)
+    assert first.seconds == pytest.approx(found.step_time_s - after.step_time_s)
+    assert first.seconds > 0.9 * (found.step_time_s - found.best_s)
+
+
 @pytest.mark.slow
 def test_a_gain_is_that_of_the_freed_argument_alone(wide: Any) -> None:
     """Pinning the argument where its loss says makes the step faster by what it says, in the search's prices."""

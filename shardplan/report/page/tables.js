@@ -191,7 +191,7 @@ function baselines(data) {
 /** Where the user's own sharding loses against the plan. */
 function losses(own) {
   const columns = [
-    { name: "array", kind: "words", by: (l) => l.pattern, cell: (l) => [path(l.pattern), l.together > 1 ? ` and ${l.together - 1} with ${l.count > 1 ? "each" : "it"}` : null] },
+    { name: "arrays", kind: "words", by: (l) => l.pattern, cell: (l) => [path(l.pattern), l.together > l.count ? ` with ${l.together - l.count} other${l.together > l.count + 1 ? "s" : ""}` : null] },
     { name: "yours", cell: (l) => path(l.given) },
     { name: "instead", cell: (l) => path(l.instead) },
     { name: "gains", number: true, by: (l) => l.seconds, cell: (l) => seconds(l.seconds) },
@@ -207,8 +207,8 @@ function losses(own) {
   ];
   const said = (l) => [l.pattern, l.given, l.instead, l.source].join(" ");
   return [
-    el("h3", {}, "Your sharding: what a step gains if one array alone lies otherwise (these do not add up)"),
-    own.losses.length ? table("Losses of your sharding", columns, own.losses, said, "losses") : el("p", {}, "No array alone would gain."),
+    el("h3", {}, "Your sharding: what a step gains if only these arrays lie otherwise (gains do not add up)"),
+    own.losses.length ? table("Losses of your sharding", columns, own.losses, said, "losses") : el("p", {}, "No array would gain."),
     el("h3", {}, "Your sharding: collectives that the plan does not have"),
     own.unasked.length ? table("Collectives of your sharding", unasked, own.unasked, (u) => [u.kind, u.tensor, u.source].join(" "), "collectives of yours") : el("p", {}, "None."),
   ];

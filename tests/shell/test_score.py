@@ -388,3 +388,15 @@ def test_the_text_says_where_a_sharding_by_hand_is_faster_than_the_plan() -> Non
     faster = replace(found, step_time_s=0.9 * found.plan_s)
     assert "10.0% less than under the plan" in score_text(faster, title="mlp")
     assert "less than under the plan" not in score_text(replace(found, step_time_s=found.plan_s), title="mlp")
+
+
+def test_few_rows_make_up_the_losses(wide: Any) -> None:
+    """What is left of them is one row, which adds up no gains: they do not add up."""
+    from shardplan.report.score_text import score_text
+
+    found = wide[2]
+    many = tuple(replace(found.losses[0], seconds=2.0**-n) for n in range(20))
+    shown = score_text(replace(found, losses=many), title="mlp")
+    (rest,) = [row for row in shown.splitlines() if "others, each at most" in row]
+    assert rest.split()[0] == "15"
+    assert "31.2 ms" in rest

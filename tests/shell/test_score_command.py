@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardplan.report.tables import seconds
 from shardplan.shell.cli import main
 
 
@@ -209,18 +208,3 @@ def test_a_mistake_in_yaml_is_one_line_and_exit_two(
     assert len(err) == 1
     assert err[0].startswith("shardplan: rules.yml: ")
     assert part.replace("P('gpu',)", str(P("gpu"))) in err[0] or part in err[0]
-
-
-def test_few_rows_make_up_the_losses(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is left of them is one row, which adds up no gains: they do not add up."""
-    (files / "rules.json").write_text(json.dumps({"*kernel": "P(('node', 'gpu'))", "batch/*": "P(('node', 'gpu'))"}))
-    argv = ["score", "models.mlp:train_step", "--cluster", "2x4", "--set", "layers=12", "--rules", "rules.json"]
-    assert main([*argv, "--json"]) == 0
-    every = json.loads(capsys.readouterr().out)["losses"]
-    assert main(argv) == 0
-    shown = capsys.readouterr().out
-    (rest,) = [row for row in shown.splitlines() if "others, each at most" in row]
-    count = int(rest.split()[0])
-    assert count < len(every) <= 12, "equal layers are one row"
-    least = sorted((row["seconds"] for row in every), reverse=True)[-count:]
-    assert seconds(least[0]) in rest

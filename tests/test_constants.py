@@ -63,6 +63,7 @@ ELSEWHERE = {
     "placement/task_loop.py NEVER": "a code",
     "placement/task_loop.py NONE": "a code",
     "planning/host_memory.py _SEARCHES": "parts of a progress bar",
+    "planning/suspects.py MOST": "which losses are named: no plan follows from it",
     "regions/tasks.py WHOLE": "a code",
     "simulate/engine.py _FEW": "which of two engines runs: the same result",
     "simulate/engine.py _MOST_TICKS": "the range of the unit",

@@ -35,7 +35,8 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     import shardplan
     from models.gpt import text_batches, train_step
-    from shardplan.report.plan_text import plan_text, verified_text
+    from shardplan.report.plan_text import plan_text
+    from shardplan.report.verified_text import verified_text
     from shardplan.verify.verify import verify
 
     shown = ", ".join(f"{name}={value}" for name, value in OPTIONS.items())

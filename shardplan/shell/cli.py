@@ -102,7 +102,7 @@ def _plan(options: argparse.Namespace) -> Report:
 
 def _verify(options: argparse.Namespace) -> Report:
     from shardplan.report import Progress
-    from shardplan.report.plan_text import verified_text
+    from shardplan.report.verified_text import verified_text
     from shardplan.verify.verify import verify
 
     made, step, args = target_plan(options, concrete=True, file=options.plan)

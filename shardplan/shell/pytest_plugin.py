@@ -47,7 +47,7 @@ def verify_plan() -> Callable[..., Any]:
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
         import shardplan
-        from shardplan.report.plan_text import verified_text
+        from shardplan.report.verified_text import verified_text
         from shardplan.verify.verify import verify
 
         verified = verify(shardplan.plan(step, *args, cluster=cluster, **options), step, args)

@@ -19,8 +19,9 @@ from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import tried_text
 from shardplan.report.peak_range import likely_peak, peak_range_text
-from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text, verified_text
+from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text
 from shardplan.report.tables import size
+from shardplan.report.verified_text import verified_text
 from shardplan.search.problem.solution import Tried
 
 Golden = Callable[[str, str], None]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import _jax, tdl
-from shardplan.report.plan_text import verified_text
+from shardplan.report.verified_text import verified_text
 from shardplan.tdl.describe import forget
 from shardplan.verify import check, op_by_op
 from shardplan.verify.on_host import as_numbers, on_host

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.errors import DeviceError, ShardplanError
-from shardplan.report.plan_text import verified_text
+from shardplan.report.verified_text import verified_text
 from shardplan.verify.judge import Sensitivity, difference, judge
 from shardplan.verify.mutate import DroppingEmitter
 from shardplan.verify.on_host import drawn, on_host

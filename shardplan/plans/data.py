@@ -20,6 +20,7 @@ from shardplan.search.coarsening.variables import OneChoice
 from shardplan.search.inference.anytime import Stopped
 from shardplan.search.problem.solution import Tried
 from shardplan.search.strategy.purposes import PURPOSES, Purpose, Shares
+from shardplan.search.strategy.unused_axes import REPEATED
 
 TimeModel = Literal["overlap", "sum"]
 """How the seconds of a step add up: communication hides behind compute where it can, or everything takes its turn."""
@@ -226,6 +227,16 @@ class PlanData:
         today = CONSTANTS.literals
         pairs = {n: (self.constants.get(n, "none"), today.get(n, "none")) for n in sorted({*self.constants, *today})}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
+    def repeated(self) -> dict[str, int]:
+        """The axes along which all devices do the same work, with their sizes."""
+        return {name: self.axes[name] for name, text in self.idle_axes.items() if REPEATED in text}
+
+    @property
+    def uncut(self) -> bool:
+        """Whether no array is cut: each of several devices does the work of the whole step."""
+        return math.prod(self.repeated.values()) == math.prod(self.axes.values()) > 1
 
     @property
     def axes(self) -> dict[str, int]:

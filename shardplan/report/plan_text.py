@@ -14,7 +14,6 @@ from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.peak_range import peak_range_text
 from shardplan.report.tables import NEAR, rate, seconds, size, table
-from shardplan.search.strategy.unused_axes import REPEATED
 
 _STOPPED = {
     "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
@@ -79,11 +78,11 @@ def idle_facts(plan: PlanData) -> list[tuple[str, str]]:
     batch saves at most N (R - C) of compute, because ops that do not fill a device get no slower by more work. So data
     parallelism needs at least D / (R - C) times the batch.
     """
-    copies = math.prod(plan.axes[name] for name, text in plan.idle_axes.items() if REPEATED in text)
+    copies = math.prod(plan.repeated.values())
     if copies == 1:
         return []
     said = "half of the devices repeat the other half's work" if copies == 2 else f"{copies} devices each do the same work"
-    said += f" ({', '.join(f'{name}={plan.axes[name]}' for name, text in plan.idle_axes.items() if REPEATED in text)})"
+    said += f" ({', '.join(f'{name}={count}' for name, count in plan.repeated.items())})"
     known = {b.name: b for b in plan.baselines or ()}
     if "replicated" in known and "data parallel" in known:
         whole, parallel = known["replicated"], known["data parallel"]

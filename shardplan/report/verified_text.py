@@ -95,7 +95,7 @@ def _verdict(found: Mapping[str, Any]) -> str:
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
     """Notes on what a verification does not prove."""
-    notes: list[str] = []
+    notes = [f"  note: {uncut_text(found['devices'])}"] if found["uncut"] else []
     if found["zeros"]:
         count = len(found["zeros"])
         were = "arguments were" if count > 1 else "argument was"
@@ -116,6 +116,14 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
             "cuts and collectives are proven, the compiled kernels are not"
         )
     return notes
+
+
+def uncut_text(devices: int) -> str:
+    """What the verification of a plan that cuts no array proves, and how to verify one that does."""
+    return (
+        "the plan cuts no array, so every device ran the whole step, and the comparison proves little: give "
+        f'--axes data={devices} (axes={{"data": {devices}}} in Python) or a larger batch to verify a sharded step'
+    )
 
 
 def _compiled_again(found: Mapping[str, Any]) -> str:

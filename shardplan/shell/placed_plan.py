@@ -466,6 +466,11 @@ class PlacedPlan(PlannedStep):
         return "regions"
 
     @property
+    def uncut(self) -> bool:
+        """Whether no array is cut: False, as values move between the groups even where none is cut within one."""
+        return False
+
+    @property
     def program_sends(self) -> tuple[tuple[Send, ...], ...]:
         """Every collective instruction of each program, with its bytes and its number of runs in a step."""
         owns = (piece.own for piece in self.placed.graph.pieces)

@@ -15,6 +15,7 @@ pytest loads it wherever shardplan is installed; without an install, use ``pytes
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,17 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def verify_plan() -> Callable[..., Any]:
     """``verify_plan(step, *args, cluster=..., **options)`` plans a step, verifies the plan, and returns the `Verified`.
 
-    The test fails if a check fails. ``options`` are those of `shardplan.plan`.
+    The test fails if a check fails. A warning says if the plan cuts no array. ``options`` are those of `shardplan.plan`.
     """
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
         import shardplan
-        from shardplan.report.verified_text import verified_text
+        from shardplan.report.verified_text import uncut_text, verified_text
         from shardplan.verify.verify import verify
 
         verified = verify(shardplan.plan(step, *args, cluster=cluster, **options), step, args)
         if not verified.passed:
             pytest.fail(verified_text(verified.json), pytrace=False)
+        if verified.uncut:
+            warnings.warn(uncut_text(verified.devices), stacklevel=2)
         return verified
 
     return check

@@ -38,6 +38,11 @@ class VerifiablePlan(Runnable, Protocol):
         ...
 
     @property
+    def uncut(self) -> bool:
+        """Whether no array is cut."""
+        ...
+
+    @property
     def program_sends(self) -> Sequence[Sequence[Send]]:
         """The sends of the planned collectives, for each program that runs."""
         ...
@@ -79,7 +84,8 @@ class Verified:
     compile again, because they go in weakly typed and come back strongly typed, or the other way round. ``moved`` lists the
     state that comes back in another sharding than it went in. ``zeros`` lists the integer and boolean arguments that were only
     shapes: they were all zero, so a fault that moves integers cannot show in them. ``stand_ins`` lists the kernels that these
-    devices cannot run: their formulas were computed, or Pallas's interpreter ran them. If the step compiled for one device is
+    devices cannot run: their formulas were computed, or Pallas's interpreter ran them. ``uncut``: the plan cuts no array, so
+    each of its ``devices`` did what the one device did. If the step compiled for one device is
     wrong, ``reference`` says where, and ``equal`` and the errors refer to the step op by op: a right plan is then ``equal``,
     but not ``passed``. Bytes are per device and step; for a plan with groups of devices they are sums over one device of each
     group. ``measured_bytes`` undoes what only the CPU compiler does (see `shardplan.hlo.meter.measure`).
@@ -99,6 +105,8 @@ class Verified:
     moved: tuple[str, ...]
     zeros: tuple[str, ...]
     stand_ins: tuple[str, ...]
+    devices: int
+    uncut: bool
     reference: ReferenceFault | None
     predicted_bytes: float
     measured_bytes: float
@@ -228,6 +236,8 @@ def _verify(
         moved=tuple(sharded.moved),
         zeros=tuple(p for p, x in zip(plan.traced.program.input_paths, leaves, strict=True) if drawn_as_zero(x)),
         stand_ins=stand_in_names,
+        devices=len(on),
+        uncut=plan.uncut,
         reference=judged.reference,
         predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend != "specs"),

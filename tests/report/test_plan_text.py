@@ -91,6 +91,8 @@ VERIFIED = {
     "moved": ["0/params/bias"],
     "zeros": ["batch/tokens"],
     "stand_ins": ["dot_product_attention_fwd"],
+    "devices": 8,
+    "uncut": False,
     "reference": None,
     "predicted_bytes": 1.5e6,
     "measured_bytes": 1.6e6,
@@ -124,6 +126,8 @@ def test_the_text_of_a_verification_is_the_golden_one(golden: Golden) -> None:
         ({"equal": True, "unequal": [], "compared": 0, "numbers": 0}, "equal (every array is empty) to the single"),
         ({"unequal": [], "compared": 0}, "NOT COMPARED (no number is finite) to the single"),
         ({"stand_ins": ["pallas_call:flash"]}, "  note: these devices cannot run pallas_call:flash; Pallas's interpreter ran"),
+        ({"uncut": True}, "  note: the plan cuts no array, so every device ran the whole step, and the comparison proves little"),
+        ({"uncut": True}, "give --axes data=8 "),
         ({"zeros": list("abcdef")}, "6 integer arguments were only shapes, so all zero (a, b, c, d and 2 more): "),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TEST = """
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, pytest
 from jax.sharding import PartitionSpec as P
 
 def step(state, batch):
@@ -21,6 +21,10 @@ ARGS = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.rand
 def test_equal(verify_plan):
     assert len(jax.devices()) == 4
     assert verify_plan(step, *ARGS, cluster="2x2", pins={"batch": P("gpu")}).equal
+
+def test_equal_but_uncut(verify_plan):
+    with pytest.warns(UserWarning, match="the plan cuts no array.*axes data=4"):
+        verify_plan(step, *ARGS, cluster="2x2")
 
 def test_not_equal(verify_plan):
     bits = lambda batch: jax.lax.bitcast_convert_type(batch.sum(0), "int32")  # they depend on the order of the sum
@@ -43,5 +47,5 @@ def test_a_plan_is_proven_by_a_fixture(tmp_path: Path, environment: dict[str, st
         "test_step.py",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "NOT EQUAL" in done.stdout

@@ -229,6 +229,19 @@ def test_a_step_without_a_finite_number_proves_nothing(devices: list[Any]) -> No
     assert "NOT COMPARED" in verified_text(found.json)
 
 
+def test_a_verification_says_that_a_plan_cuts_no_array(devices: list[Any]) -> None:
+    step, args = small()
+    whole = verify(shardplan.plan(step, *args, cluster="2"), step, args, steps=1, devices=devices)
+    assert whole.passed
+    assert whole.uncut
+    assert "the plan cuts no array, so every device ran the whole step" in verified_text(whole.json)
+    assert "--axes data=2 " in verified_text(whole.json)
+    cut = shardplan.plan(step, *args, cluster="2", axes={"data": 2})
+    assert not cut.uncut
+    assert not cut.repeated
+    assert not shardplan.plan(step, *args, cluster="1").uncut, "there is nothing to cut for one device"
+
+
 def test_what_jit_compiles_again_too_is_not_held_against_the_plan(devices: list[Any]) -> None:
     """A Python number that comes back with a type: the second step is another one, with a plan or without."""
 

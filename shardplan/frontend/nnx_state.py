@@ -201,7 +201,9 @@ def _abstract(step: Callable[..., Any], path: Sequence[Any], leaf: Any) -> Any:
                 f"{where} is a {type(leaf).__name__} of dtype {leaf.dtype}, which JAX has no arrays of: convert it to one of its "
                 "dtypes, or close over it"
             )
-        raise TraceError(f"{where} is a {type(leaf).__name__}, not an array: make it static (static_argnums) or close over it")
+        raise TraceError(
+            f"{where} is a {type(leaf).__name__}, not an array: bind it with functools.partial (parallelize: static_argnums)"
+        )
     return found
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _NAMES = 3
 """The most names in one brace."""
+
+_NUMBER, _NAME = re.compile(r"(.*?)(0|[1-9]\d*)"), re.compile(r"()([^\W\d]\w*)")
+"""Words of a path that may share a pattern: what they have in common, and what varies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,13 @@ def apart(paths: Iterable[str]) -> tuple[str, ...]:
 def grouped(attributes: Mapping[str, Hashable]) -> tuple[PathGroup, ...]:
     """Groups of paths with equal attributes that differ in numbers, then in names; in the order of their first paths.
 
+    A number is a word of a path, or the end of one.
+
     >>> same = {f"blocks/{i}/{n}": "P()" for i in range(3) for n in ("bias", "scale")}
     >>> [g.pattern for g in grouped(same | {"blocks/1/kernel": "P('gpu')"})]
     ['blocks/{0..2}/{bias,scale}', 'blocks/1/kernel']
+    >>> [g.pattern for g in grouped(dict.fromkeys([f"params/Dense_{i}/kernel" for i in range(4)], "P()"))]
+    ['params/Dense_{0..3}/kernel']
     """
     place = {path: i for i, path in enumerate(attributes)}
     groups: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(tuple(path.split("/")), (path,)) for path in attributes]
@@ -53,20 +61,22 @@ def grouped(attributes: Mapping[str, Hashable]) -> tuple[PathGroup, ...]:
 def _merged(
     groups: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], at: int, attributes: Mapping[str, Hashable], *, numbers: bool
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    by_common: dict[Hashable, list[tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+    by_common: dict[Hashable, list[tuple[tuple[str, ...], tuple[str, ...], str]]] = {}
     for parts, paths in groups:
-        fits = at < len(parts) and (parts[at].isdigit() if numbers else parts[at].isidentifier())
-        common: Hashable = (parts[:at], parts[at + 1 :], attributes[paths[0]]) if fits else paths
-        by_common.setdefault(common, []).append((parts, paths))
+        word = (_NUMBER if numbers else _NAME).fullmatch(parts[at]) if at < len(parts) else None
+        stem, varying = word.groups() if word else ("", "")
+        common: Hashable = (parts[:at], stem, parts[at + 1 :], attributes[paths[0]]) if word else paths
+        by_common.setdefault(common, []).append((parts, paths, varying))
     result: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
     for members in by_common.values():
+        parts, paths, varying = members[0]
         if len(members) == 1 or (not numbers and len(members) > _NAMES):
-            result += members
+            result += [(parts, paths) for parts, paths, _ in members]
             continue
-        parts = members[0][0]
-        varying = [p[at] for p, _ in members]
-        brace = _numbers([int(n) for n in varying]) if numbers else ",".join(varying)
-        result.append(((*parts[:at], "{" + brace + "}", *parts[at + 1 :]), tuple(p for _, paths in members for p in paths)))
+        values = [v for *_, v in members]
+        brace = _numbers([int(v) for v in values]) if numbers else ",".join(values)
+        joined = f"{parts[at].removesuffix(varying)}{{{brace}}}"
+        result.append(((*parts[:at], joined, *parts[at + 1 :]), tuple(p for _, paths, _ in members for p in paths)))
     return result
 
 

@@ -13,6 +13,7 @@ from shardplan.regions.buffers import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.report.json import PLAN_KEYS
+from shardplan.report.paths import apart, grouped
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import device_ranges, seconds, size, table
 
@@ -56,8 +57,10 @@ def placed_text(plan: PlacedFigures) -> str:
     ]
     lines += ["", table(["group", "devices", "mesh", "used for", "busy", "held"], rows, align="lllrrr")]
     held = Counter(group for group, _ in graph.inputs)
-    specs = [[path, str(group), _spec(plan, group, key[0])] for path, (group, key) in zip(plan.paths, graph.inputs, strict=True)]
-    lines += ["", table(["argument", "group", "spec"], specs, align="lrl"), ""]
+    lies = [(str(group), _spec(plan, group, key[0])) for group, key in graph.inputs]
+    specs = dict(zip(apart(plan.paths), lies, strict=True))
+    alike = [[g.pattern, str(len(g.paths)), *specs[g.paths[0]]] for g in grouped(specs)]
+    lines += ["", table(["argument", "arrays", "group", "spec"], alike, align="lrrl"), ""]
     lines.append("arguments held: " + ", ".join(f"group {g} {n}" for g, n in sorted(held.items())))
     lines += ["", "Placements", "", placements_text(plan.tried)] if plan.tried else []
     return "\n".join(lines)

@@ -7,7 +7,9 @@ from hypothesis import given
 
 from shardplan.report.paths import grouped
 
-PATHS = st.lists(st.sampled_from(["a", "b", "c", "0", "1", "2", "3", "10"]), min_size=1, max_size=4).map("/".join)
+PATHS = st.lists(
+    st.sampled_from(["a", "b", "c", "0", "1", "2", "3", "10", "a1", "a2", "b_0", "a10", "a00"]), min_size=1, max_size=4
+).map("/".join)
 
 
 @given(st.dictionaries(PATHS, st.sampled_from(["P()", "P('gpu')"]), max_size=24))

@@ -48,6 +48,18 @@ def test_a_plan_on_groups_is_like_itself(data: PlacedData) -> None:
     assert diff_text(found, ("a", "b")) == "a and b plan alike"
 
 
+def test_arguments_that_lie_alike_on_one_group_are_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [part for option in ("layers=8", "batch=16", "width=16") for part in ("--set", option)]
+    shape = ["--cluster", "2x1", "--axes", "stage=2", "--microbatches", "2"]
+    assert main(["plan", "models.mlp:train_step", *sizes, *shape]) == 0
+    table = capsys.readouterr().out.split("argument ")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [re.split(r" {2,}", line) for line in table]
+    weights = [row for row in rows if row[0].startswith("state/params/")]
+    assert len(weights) < 8
+    assert sum(int(row[1]) for row in weights) == 2 * 8
+    assert {row[2] for row in weights} == {"0", "1"}
+
+
 def _names(found: PlanDiff) -> dict[str, list[str]]:
     return {name: [c.name for c in getattr(found, name)] for name in ("machine", "layouts", "figures")}
 

@@ -113,7 +113,7 @@ def test_a_limit_may_be_a_float_and_a_primitive_a_word() -> None:
 
 @pytest.mark.parametrize("value", ["s", object(), len])
 def test_an_argument_that_is_no_array_is_named(value: Any) -> None:
-    with pytest.raises(shardplan.TraceError, match=r"tree\['a'\] is a .*, not an array"):
+    with pytest.raises(shardplan.TraceError, match=r"tree\['a'\] is a .*, not an array: bind it with functools.partial"):
         shardplan.plan(lambda tree: tree, {"a": value}, cluster="4")
 
 

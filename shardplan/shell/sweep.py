@@ -112,8 +112,9 @@ def sweep(
 ) -> Sweep:
     """Plans the step that ``factory`` makes for each combination of settings.
 
-    Points that differ only in options of planning share one trace. A point whose factory, trace or plan fails has the reason in
-    ``error``, and the others go on. An interrupt (Ctrl-C) ends the sweep with the points so far; before the first it is raised.
+    Points that differ only in options of planning share one trace. A point whose cluster, factory, trace or plan fails has the
+    reason in ``error``, and the others go on. An interrupt (Ctrl-C) ends the sweep with the points so far; before the first it
+    is raised.
 
     Args:
         factory: A function that returns (step, args).
@@ -132,16 +133,17 @@ def sweep(
     Raises:
         ShardplanError: for an unknown setting or option, one given twice or without values, or a cluster without a price.
         TargetError: for a factory that is not a function.
-        ClusterError: for a cluster that does not exist.
+        ClusterError: for a cluster that does not exist, if it is that of all points.
     """
     name = name or f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', factory)}"
     observer, fixed, values = checked_observer(observer), dict(options or {}), _values(vary)
     _check_names(factory, name, values, fixed, planning)
-    rows = _rows(values, fixed, planning, price)
+    rows, refused = _rows(values, fixed, planning, price)
     done, samples = _planned(factory, name, rows, observer, checked_workers(workers))
+    done |= refused
     points = tuple(done[place] for place in sorted(done))
     points = tuple(replace(p, remedy=p.remedy + _neighbours(p, points)) if p.remedy else p for p in points)
-    return Sweep(name, tuple(vary), points, len(rows), samples)
+    return Sweep(name, tuple(vary), points, len(rows) + len(refused), samples)
 
 
 def _values(vary: object) -> dict[str, list[Any]]:
@@ -207,12 +209,13 @@ def _check_names(
 
 def _rows(
     vary: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any], planning: Mapping[str, Any], price: Mapping[str, float] | None
-) -> list[_Row]:
-    """The points, checked as far as possible without planning. Points with the same factory settings are adjacent, the largest
-    memory limit first.
+) -> tuple[list[_Row], dict[int, Point]]:
+    """The points, checked as far as possible without planning, and by their places those whose cluster is wrong. Points with the
+    same factory settings are adjacent, the largest memory limit first.
     """
     rows: list[_Row] = []
-    clusters: dict[int, tuple[Cluster, float | None]] = {}
+    refused: dict[int, Point] = {}
+    clusters: dict[int, Cluster | str] = {}
     for place, numbers in enumerate(itertools.product(*(range(len(values)) for values in vary.values()))):
         settings = {n: vary[n][number] for n, number in zip(vary, numbers, strict=True)}
         at = dict(zip(vary, numbers, strict=True))
@@ -220,16 +223,29 @@ def _rows(
         plans = {**planning, **{PLANNING[n]: v for n, v in settings.items() if n in PLANNING}}
         given: ClusterLike = plans["cluster"]
         if id(given) not in clusters:
-            cluster, _ = resolve_cluster(given)
-            clusters[id(given)] = cluster, None if price is None else _price(price, given, cluster)
-        cluster, rate = clusters[id(given)]
+            clusters[id(given)] = _resolved(given, varies="cluster" in vary)
+        cluster = clusters[id(given)]
         _check_options(plans)
+        if isinstance(cluster, str):
+            refused[place] = Point(settings, 0, error=cluster)
+            continue
+        rate = None if price is None else _price(price, given, cluster)
         limit = memory_limit(plans.get("memory_limit"), cluster.device, os.environ)
         step = tuple(number for n, number in at.items() if n not in PLANNING)
         same = tuple(number for n, number in at.items() if n != "memory")
         rows.append(_Row(place, settings, own, plans, cluster, limit.nbytes, rate, step, same))
     order = {row.step: row.place for row in reversed(rows)}
-    return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place))
+    return sorted(rows, key=lambda row: (order[row.step], -row.limit_bytes, row.place)), refused
+
+
+def _resolved(given: ClusterLike, *, varies: bool) -> Cluster | str:
+    """A cluster; if clusters vary and this one is wrong, the text of its error, as the points of the others go on."""
+    try:
+        return resolve_cluster(given)[0]
+    except ClusterError as error:
+        if not varies:
+            raise
+        return _line(error)
 
 
 def _check_options(plans: Mapping[str, Any]) -> None:
@@ -283,7 +299,7 @@ def _groups(
 ) -> Iterator[tuple[dict[int, Point], str]]:
     """Plans rows that share a trace or a plan together. One worker adds each point to ``done`` as soon as it is there."""
     groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.step)]
-    if workers == 1:
+    if workers == 1 or not rows:
         parts = iter([_part(observer, n, len(rows)) for n in range(len(rows))])
         for group in groups:
             yield done, _plan_group(partial(_step_of, factory, name), [(row, next(parts)) for row in group], done)

@@ -186,7 +186,8 @@ def verify(
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
     with stand_ins(plan.traced.program, devices) as names:
-        return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, reference, observer, names)
+        tell = _forward(observer or (lambda _what, _part: None))
+        return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, reference, tell, names)
 
 
 def _verify(
@@ -198,11 +199,10 @@ def _verify(
     devices: Sequence[Any] | None,
     drop: int | None,
     reference: str,
-    observer: Callable[[str, float], None] | None,
+    tell: Callable[[str, float], None],
     stand_in_names: tuple[str, ...],
 ) -> Verified:
     """`verify`, once every kernel can run."""
-    tell = _forward(observer or (lambda _what, _part: None))
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
     host = [on_host(x) for x in drawn(leaves)]
     loop = loop_of(plan.traced, tree, steps)
@@ -239,7 +239,6 @@ def _verify(
         devices=len(on),
         uncut=plan.uncut,
         reference=judged.reference,
-        predicted_peak_bytes=int(plan.peak_bytes),
         **_bytes(plan, sharded, host, explicit=backend != "specs"),
     )
 
@@ -261,7 +260,11 @@ def _bytes(plan: VerifiablePlan, sharded: Sharded, host: Sequence[Any], *, expli
     programs = _programs(sharded.jitted, sharded.arguments(host))
     measured = joined([measure(p.text) for p in programs], plan.program_runs)
     peak = max(p.peak_bytes for p in programs)
-    common = {"raw_measured_bytes": float(measured.raw_wire_bytes), "measured_peak_bytes": peak}
+    common = {
+        "raw_measured_bytes": float(measured.raw_wire_bytes),
+        "predicted_peak_bytes": int(plan.peak_bytes),
+        "measured_peak_bytes": peak,
+    }
     if not explicit:
         planned = plan.collectives_under("specs")
         sent = {

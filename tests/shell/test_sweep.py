@@ -188,8 +188,23 @@ def test_settings_that_are_refused_are_rows_and_others_go_on() -> None:
     assert "width=13 microbatches=1: " in sweep_text(made)
 
 
-def test_nothing_but_refusals_exits_with_one(run: Run) -> None:
-    code, text, _ = run(*MLP, "--cluster", "2x2", "--vary", "width=0")
+def test_a_cluster_that_is_wrong_is_a_row_and_others_go_on(run: Run) -> None:
+    code, out, _ = run(*MLP, "--vary", "cluster=dgx-h10,2x2", "--vary", "batch=32,64", "--json")
+    points = json.loads(out)["points"]
+    assert code == 0
+    assert [p["fits"] for p in points] == [False, False, True, True]
+    assert [p["devices"] for p in points] == [0, 0, 4, 4]
+    assert all("dgx-h10" in p["error"] for p in points[:2])
+
+
+def test_several_processes_have_nothing_to_do_where_each_cluster_is_wrong() -> None:
+    made = shardplan.sweep(_factory, vary={"cluster": ["dgx-h10"]}, workers=2)
+    assert "dgx-h10" in str(made.points[0].error)
+
+
+@pytest.mark.parametrize("vary", [("--cluster", "2x2", "--vary", "width=0"), ("--vary", "cluster=dgx-h10,dgx-h11")])
+def test_nothing_but_refusals_exits_with_one(run: Run, vary: tuple[str, ...]) -> None:
+    code, text, _ = run(*MLP, *vary)
     assert code == 1
     assert "0 with a plan" in text
 
@@ -275,7 +290,7 @@ def test_a_sweep_is_drawn(run: Run, tmp_path: Path, suffix: str) -> None:
         (["--cluster", "2x4", "--vary", "cluster=2x2"], "'cluster' varies and is fixed too"),
         (["--cluster", "2x4", "--memory", "1GiB", "--vary", "memory=2GiB"], "'memory' varies and is fixed too"),
         (["--cluster", "2x4", "--vary", "bacth=1"], "'bacth' cannot vary: models.mlp:train_step has no such parameter"),
-        (["--vary", "cluster=2x4,dgx-h10"], "dgx-h10"),
+        (["--cluster", "dgx-h10", "--vary", "batch=8,16"], "dgx-h10"),
         (["--cluster", "2x4", "--vary", "memory=many"], "memory limit 'many' is not a size"),
         (["--cluster", "2x4", "--vary", "remat=some"], "unsupported remat 'some': use 'none', or 'auto'"),
         (["--vary", "cluster=2x4,dgx-h200", "--price", "PRICES"], "no price for 'dgx-h200' or 'H200-SXM-141GB'"),

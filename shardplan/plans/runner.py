@@ -310,22 +310,27 @@ def check_tree(tree: Any, traced: Traced, step: Callable[..., Any]) -> None:
     Raises:
         ShardplanError: if it does not, with the first difference.
     """
+    if what := structure_difference(tree, traced, step):
+        raise ShardplanError(f"the plan was made for arguments of another structure: {what}; plan for these arguments")
+
+
+def structure_difference(tree: Any, traced: Traced, step: Callable[..., Any]) -> str:
+    """The first difference of a tree of arguments from the planned one, as text; empty if it has the planned leaves."""
     found, planned = leaf_paths(tree, step), leaf_paths(traced.in_tree, step)
     if found == planned:
-        return
+        return ""
     here, there = set(found), set(planned)
     missing = next((path for path in planned if path not in here), None)
     other = next((path for path in found if path not in there), None)
     match missing, other:
         case None, None:
-            what = "they come in another order, or twice"
+            return "they come in another order, or twice"
         case _, None:
-            what = f"{missing} is missing"
+            return f"{missing} is missing"
         case None, _:
-            what = f"{other} is not in the plan"
+            return f"{other} is not in the plan"
         case _:
-            what = f"{other} stands in place of {missing}"
-    raise ShardplanError(f"the plan was made for arguments of another structure: {what}; plan for these arguments")
+            return f"{other} stands in place of {missing}"
 
 
 def leaf_paths(tree: Any, step: Callable[..., Any]) -> list[str]:

@@ -19,7 +19,7 @@ from shardplan.frontend.keywords import Positional, ordered
 from shardplan.frontend.nnx_state import apart, has_objects, together, trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.plans.fingerprint import difference
-from shardplan.plans.runner import Leaves, check_tree
+from shardplan.plans.runner import Leaves, check_tree, structure_difference
 from shardplan.shell.shrunken import Shrinkable, checked
 from shardplan.verify.judge import Judged
 from shardplan.verify.stand_ins import stand_ins
@@ -86,6 +86,9 @@ class PlannedStep(ABC):
     def init(self, init_fn: Callable[..., Any], *args: Any, argument: int = 0, devices: Sequence[Any] | None = None) -> Any:
         """The result of ``init_fn(*args)``, sharded like argument ``argument`` of the step and never whole on one device.
 
+        ``init_fn`` returns that one argument, so each argument takes a call of its own: ``plan.init(make_model)`` and
+        ``plan.init(make_optimizer, argument=1)``.
+
         Raises:
             ArgumentError: if ``init_fn`` makes an array of another shape or dtype than was planned.
             ShardplanError: if the argument does not exist, or if ``init_fn`` makes another structure.
@@ -94,7 +97,8 @@ class PlannedStep(ABC):
         (place,) = positions(argument, len(trees), "argument")
         made = jax.eval_shape(lambda *a: apart(init_fn(*a)), *args)
         trees[place] = jax.tree.structure(made)
-        check_tree(tuple_of(trees), self.traced, self.step)
+        if difference := structure_difference(tuple_of(trees), self.traced, self.step):
+            raise ShardplanError(_not_alone(_jax.argument_names(self.step, len(trees)), place, difference))
         wanted = self.leaves(self.mesh(devices)).part(leaves_of(self.traced.in_tree, (place,)))
         wanted.fit(jax.tree.leaves(made))
         leaves = _made_in_place(lambda *a: jax.tree.leaves(apart(init_fn(*a))), args, jax.tree.leaves(made), wanted.shardings)
@@ -149,6 +153,14 @@ class PlannedStep(ABC):
             raise PlanFileError(
                 f"this step is not the one that was planned: they differ first at {first_difference}; plan this step again"
             )
+
+
+def _not_alone(names: Sequence[str], place: int, difference: str) -> str:
+    """What is wrong with an ``init_fn`` that returns something else than the argument at ``place``."""
+    return (
+        f"init_fn has to return {names[place]} alone, as a call of init makes one argument of the step ({', '.join(names)}): "
+        f"{difference}; call init once for each argument, with its number (the first is 0) as argument="
+    )
 
 
 def _named(x: Any, sharding: NamedSharding) -> Any:

@@ -224,6 +224,15 @@ def test_put_and_init_make_whole_objects(devices: list[Any]) -> None:
     same(model, made()[0])
 
 
+def test_init_says_that_it_makes_one_argument(devices: list[Any]) -> None:
+    plan = shardplan.plan(train, *made(), X, cluster="2x4")
+    with pytest.raises(shardplan.ShardplanError, match=r"return model alone.*\(model, optimizer, x\): .*once for each argument"):
+        plan.init(made, devices=devices)
+    with pytest.raises(shardplan.ShardplanError, match="return optimizer alone"):
+        plan.init(lambda: made()[0], argument=1, devices=devices)
+    assert isinstance(plan.init(lambda: made()[1], argument=1, devices=devices), nnx.Optimizer)
+
+
 def test_a_plan_of_objects_is_saved_and_loaded(tmp_path: Path, devices: list[Any]) -> None:
     plan = shardplan.plan(train, *made(), X, cluster="2x4")
     plan.save(tmp_path / "plan.json")

@@ -44,6 +44,7 @@ def test_predicted_bytes_are_those_that_xla_compiles(model: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="XLA gathers gradients in the backward loop that are not foreseen (docs/accuracy.md)")
 def test_what_xla_makes_of_a_loop_over_layers_is_foreseen() -> None:
     """Under FSDP without constraints inside, XLA splits the activations of a scan by features, and adds up every layer's."""
     step, args = gpt.train_step(scan=True, layers=4, width=256, heads=8, sequence=128, batch=64)

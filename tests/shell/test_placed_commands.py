@@ -31,7 +31,7 @@ def test_a_pipeline_is_planned_and_shown(run: Callable[..., tuple[int, str, str]
     assert code == 0
     assert "on 2 groups of devices" in out
     assert "4 microbatches" in out
-    assert "state/params/layer_{0" in out
+    assert "state/params/layer_0/{bias,kernel}" in out
 
 
 def test_its_json_has_every_run_with_its_seconds(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -60,7 +60,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
         *((("", f"memory limit {size(plan.memory_limit)}: {plan.memory_limit_origin}"),) if plan.memory_limit_origin else ()),
         *((("host memory", host_text(plan)),) if plan.host_s else ()),
         ("traffic", f"{size(plan.communication_bytes)} on the wire, per device and step"),
-        *((("remat", remat_text(plan.remat)),) if plan.remat != Remat() else ()),
+        *((("remat", remat_text(plan)),) if plan.remat != Remat() else ()),
         ("backend", f"{plan.backend}: {plan.backend_reason}"),
         ("planned in", f"{seconds(plan.search_s)}, after {seconds(plan.trace_s)} of tracing"),
     ]
@@ -159,20 +159,21 @@ def host_text(plan: PlanData) -> str:
     )
 
 
-def remat_text(remat: Remat) -> str:
-    """The recomputation of the backward pass, and the best plan without it."""
+def remat_text(plan: PlanData) -> str:
+    """The recomputation of the backward pass, and the best plan without it; all bytes are those of one device."""
+    remat = plan.remat
     if not remat.parts:
         return f"nothing is computed again: {remat.note}"
     counts = [(remat.loops, "loop body", "loop bodies"), (remat.blocks, "block", "blocks")]
     what = " and ".join(f"{n} {one if n == 1 else plural}" for n, one, plural in counts if n)
     but = ", contractions excepted" if remat.policy == "light" else ""
-    text = f"{what} computed again in the backward pass{but} ({remat.operators} operators): {size(remat.saved_bytes)} not kept"
+    text = f"{what} computed again in the backward pass{but} ({remat.operators} operators): {size(plan.peak_bytes)} a device"
     without = remat.without
     if without is None:
         return text
     if not without.fits:
         return f"{text}; without, nothing fits (the smallest found {size(without.peak_bytes)} a device)"
-    return f"{text}; without, {seconds(without.step_time_s)} a step"
+    return f"{text}; without, {size(without.peak_bytes)} a device and {seconds(without.step_time_s)} a step"
 
 
 def bound_text(plan: PlanData) -> str:

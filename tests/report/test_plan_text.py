@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import mlp
 from shardplan.errors import MemoryLimitError, ShardplanError
+from shardplan.remat import RecomputedPart, Remat, Without
 from shardplan.report.json import comparison_rows, plan_json
 from shardplan.report.padding import uneven
 from shardplan.report.parallelism import tried_text
 from shardplan.report.peak_range import likely_peak, peak_range_text
-from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text
+from shardplan.report.plan_text import bound_text, comparison_text, measured_order, plan_text, remat_text
 from shardplan.report.tables import size
 from shardplan.report.verified_text import verified_text
 from shardplan.search.problem.solution import Tried
@@ -68,6 +69,19 @@ def test_the_text_of_a_plan_is_the_golden_one(pinned: Any, golden: Golden) -> No
     whole, baselines = _steady(plan_text(pinned.completed(), title="a small step")).split("\n\nBaselines")
     golden("report/plan.txt", whole + "\n")
     assert {"this plan", "data parallel", "FSDP"} <= {line.strip().split("  ")[0] for line in baselines.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("fits", "says"),
+    [
+        (True, "; without, 3.00 GiB a device and 20.0 ms a step"),
+        (False, "; without, nothing fits (the smallest found 3.00 GiB a"),
+    ],
+)
+def test_recomputation_has_the_bytes_of_a_device(pinned: Any, fits: bool, says: str) -> None:
+    remat = Remat((RecomputedPart((), (1, 2), None, saved_bytes=2**40),), without=Without(0.02, 3 * 2**30, fits))
+    text = remat_text(replace(pinned.data, remat=remat, peak_bytes=2**30))
+    assert text.startswith(f"1 block computed again in the backward pass (2 operators): 1.00 GiB a device{says}")
 
 
 def test_the_words_of_a_plan_are_the_golden_ones(pinned: Any, golden: Golden) -> None:

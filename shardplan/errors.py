@@ -200,8 +200,9 @@ class MemoryLimitError(ShardplanError):
     ``pins`` are the pins in the way, each with the bytes per device that it holds beyond its smallest layout. With ``together``
     they alone exceed the limit, and no fewer of them are known to. ``unfinished``: the time budget ended the search, so more time
     may find a smaller plan. ``rematerialised``: activations were recomputed where that helps. ``offloaded``: arguments or
-    activations were in host memory. ``grouped``: the step runs on groups of devices, which support neither. ``origin`` says
-    where the limit comes from, if not from the user.
+    activations were in host memory. ``microbatched``: the batch is cut over time. ``grouped``: the step runs on groups of
+    devices, with activations neither recomputed nor in host memory. ``origin`` says where the limit comes from, if not from the
+    user.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class MemoryLimitError(ShardplanError):
         unfinished: bool = False,
         rematerialised: bool = False,
         offloaded: bool = False,
+        microbatched: bool = False,
         grouped: bool = False,
         origin: str = "",
     ) -> None:
@@ -224,6 +226,7 @@ class MemoryLimitError(ShardplanError):
         held = ", ".join(f"{pin} ({size_text(nbytes)} more than its smallest layout)" for pin, nbytes in (pins or {}).items())
         remedies = [f"raise the memory limit to {sufficient_limit(smallest_bytes)}", "use more devices"]
         remedies += ["set remat='auto'"] if not rematerialised and not grouped else []
+        remedies += ["set microbatches="] if not microbatched and not grouped else []
         remedies += ["set offload='auto'"] if not offloaded and not grouped else []
         remedies += ["lift pins"] if held else []
         super().__init__(
@@ -243,7 +246,7 @@ class MemoryLimitError(ShardplanError):
         self.pins = dict(pins or {})
         self.unfinished, self.grouped = unfinished, grouped
         self.rematerialised = rematerialised
-        self.offloaded = offloaded
+        self.offloaded, self.microbatched = offloaded, microbatched
 
 
 class CheckError(ShardplanError):

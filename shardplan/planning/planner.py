@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.constants import CONSTANTS
 from shardplan.errors import ClusterError, MemoryLimitError, ShardplanError, size_text
+from shardplan.graph.updates import described, value_names
 from shardplan.ir import Program, spec_text
 from shardplan.planning.choose import Fastest
 from shardplan.planning.recomputation import recomputed
@@ -17,6 +18,7 @@ from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.anytime import Part, Stopped
 from shardplan.search.inference.garbage import uncollected
 from shardplan.search.memory import liveness as memory
+from shardplan.search.memory.contents import held_at_peak
 from shardplan.search.problem.cost_tables import LONGEST_S
 from shardplan.search.problem.extract import Extractor
 from shardplan.search.problem.problem import Problem
@@ -150,7 +152,9 @@ def _searched(program: Program, searcher: Searcher, origin: str, *, recompute: b
     problem, outcome = planned.found
     if not outcome.best.fits(wanted.memory):
         smallest = outcome.smallest or outcome.best
-        raise _memory_error(problem, smallest, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute)
+        raise _memory_error(
+            planned.program, problem, smallest, wanted, origin, stopped=bool(outcome.stopped), recompute=recompute
+        )
     return planned
 
 
@@ -194,7 +198,7 @@ def _too_slow_error(problem: Problem) -> ShardplanError:
 
 
 def _memory_error(
-    problem: Problem, smallest: Solution, wanted: Wanted, origin: str, *, stopped: bool, recompute: bool
+    program: Program, problem: Problem, smallest: Solution, wanted: Wanted, origin: str, *, stopped: bool, recompute: bool
 ) -> MemoryLimitError:
     """The error for a step that does not fit, with the smallest solution found and the pins in the way."""
     live = memory.liveness(problem, wanted.donated)
@@ -208,10 +212,11 @@ def _memory_error(
     return MemoryLimitError(
         wanted.memory,
         smallest.peak_bytes,
-        detail=_largest_arguments(problem, smallest),
+        detail=_largest(problem, smallest, live, program),
         together=bool(conflict),
         unfinished=stopped,
         rematerialised=recompute,
+        microbatched=wanted.microbatched,
         offloaded=any(t.hosted for t in problem.graph.tensors) or bool(problem.graph.offloaded),
         origin=origin,
         pins={
@@ -220,14 +225,25 @@ def _memory_error(
     )
 
 
-def _largest_arguments(problem: Problem, solution: Solution) -> str:
-    """The bytes per device of a solution's arguments, and the three largest, as text."""
+def _largest(problem: Problem, solution: Solution, live: memory.Liveness, program: Program) -> str:
+    """The bytes per device of a solution's arguments, and the three largest, as text; the same of the values between ops where
+    these hold more at the peak.
+    """
     graph = problem.graph
     rows: list[tuple[float, str]] = []
     for t, path in zip(graph.inputs, graph.input_paths, strict=True):
         v = problem.coarse.of[t]
         part = 1.0 if v == FREE else memory.local_part(problem, v, solution.states[v])
         rows.append((graph.tensors[t].nbytes * part, path))
-    held = sum(n for n, _ in rows)
-    top = ", ".join(f"{p} {size_text(n)}" for n, p in sorted(rows, reverse=True)[:3])
-    return f"arguments take {size_text(held)}, the largest are {top}"
+    text = f"arguments take {size_text(sum(n for n, _ in rows))}, the largest are {_three(rows)}"
+    _, held = held_at_peak(problem, live, solution.states, solution.keep, solution.limits)
+    arguments, names = frozenset(graph.inputs), described(graph) | value_names(graph, program.output_paths)
+    between = [(h.nbytes, names.get(h.tensor, "a constant")) for h in held if h.kind == "stored" and h.tensor not in arguments]
+    if (total := sum(n for n, _ in between)) <= sum(n for n, _ in rows):
+        return text
+    return f"{text}; values between ops take {size_text(total)} at the peak, the largest are {_three(between)}"
+
+
+def _three(rows: Sequence[tuple[float, str]]) -> str:
+    """The three largest of (bytes, name), as text."""
+    return ", ".join(f"{name} {size_text(nbytes)}" for nbytes, name in sorted(rows, reverse=True)[:3])

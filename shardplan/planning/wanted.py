@@ -34,7 +34,7 @@ class Wanted:
     ``again`` has what was found at another multiplier over the factorings that may still win: the search begins with those, from
     these solutions, and leaves out the factorings ``slower``. ``backend`` is what will run the plan. ``company`` are the bytes
     that travel together, where they are known. ``offer`` is called with what the search has found so far: an interrupt loses
-    only what was not offered. ``best`` hears of the best plan so far.
+    only what was not offered. ``best`` hears of the best plan so far. ``microbatched``: the batch is cut over time already.
     """
 
     memory: int
@@ -53,6 +53,7 @@ class Wanted:
     slower: frozenset[tuple[Factor, ...]] = frozenset()
     offer: Callable[[Found], None] = ignored
     best: Best = unheard
+    microbatched: bool = False
 
 
 class Generator(Protocol):

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -207,8 +208,9 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted:
     program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
     ways = planned_in_host_memory if hosted == "auto" else planned
     program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
+    wanted = replace(asked.searcher.wanted, microbatched=asked.microbatches.count > 1)
     with naming_microbatches(asked.traced.program, asked.microbatches):
-        made = ways(program, asked.searcher, asked.limit.origin, recompute=recompute)
+        made = ways(program, replace(asked.searcher, wanted=wanted), asked.limit.origin, recompute=recompute)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=asked.traced, program=made.planned.program, graph=made.session.graph, step=asked.step,

@@ -139,7 +139,7 @@ def _replanned(
     donated = frozenset(plan.donated_leaves)
     wanted = Wanted(
         limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner,
-        best=best_of(observer),
+        best=best_of(observer), microbatched=data.microbatches.count > 1,
     )  # fmt: skip
     searcher = Searcher(data.replicate, shared, resolved, wanted)
     asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)

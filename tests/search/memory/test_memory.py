@@ -170,6 +170,23 @@ def test_the_error_says_all_sizes_in_units_that_fit_them() -> None:
     assert "raise the memory limit to 7168GiB," in large
 
 
+def test_the_error_names_the_largest_values_between_ops_where_they_hold_more_than_the_arguments() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)))(w)
+
+    args = steps.array(64, 64), steps.array(4096, 64)
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        shardplan.plan(step, *args, cluster="2", memory_limit="64KiB")
+    said = str(caught.value)
+    assert "values between ops take" in said.split("the largest are x", 1)[1]
+    assert "the largest are dot_general " in said or "the largest are tanh " in said, said
+    assert "set microbatches=" in said
+    with pytest.raises(shardplan.MemoryLimitError) as caught:
+        shardplan.plan(step, *args, cluster="2", memory_limit="64KiB", microbatches=2)
+    assert "set microbatches=" not in str(caught.value)
+    assert caught.value.microbatched
+
+
 def test_a_step_longer_than_any_table_says_that_it_does_not_fit() -> None:
     """Its seconds are infinite to the tables, the price of a byte is not: nothing is multiplied that is no number."""
     many = 2**20

@@ -255,7 +255,9 @@ class Graph:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The ops on arrays that no device can run a part of, each with its source line."""
+        """The ops on arrays that no device can run a part of, each with its source line. Those that only rename an array, such as
+        the unwrapping of a random key, run nowhere and are left out.
+        """
         return tuple(dict.fromkeys(f"{n.op.primitive} at {n.op.source}" for n in self.nodes if _is_whole(n)))
 
     @property
@@ -267,8 +269,11 @@ class Graph:
 def _is_whole(node: Node) -> bool:
     """Whether an op on arrays runs whole on every device: it has no description, or no loop that may be cut."""
     signature = node.signature
-    if signature.manual is not None or all(
-        math.prod(shape) <= 1 for shape in (*signature.call.operands, *signature.call.results)
+    renames = signature.description is not None and signature.part == "none"
+    if (
+        signature.manual is not None
+        or renames
+        or all(math.prod(shape) <= 1 for shape in (*signature.call.operands, *signature.call.results))
     ):
         return False
     loops = () if signature.description is None else signature.description.loops

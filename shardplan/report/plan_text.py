@@ -122,11 +122,11 @@ def _unknown(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def _whole(plan: PlanData) -> list[tuple[str, str]]:
-    """The primitives that run whole on every device, with their source lines."""
+    """The primitives that run whole on every device, with their source lines as far as JAX knows them."""
     places: dict[str, list[str]] = {}
     for text in plan.whole_ops:
         primitive, _, place = text.partition(" at ")
-        places.setdefault(primitive, []).append(place)
+        places.setdefault(primitive, []).append(place if place != "?" else "an unknown line")
     return [(f"{primitive} runs", ", ".join(found)) for primitive, found in places.items()]
 
 

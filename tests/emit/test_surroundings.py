@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -60,7 +61,16 @@ def test_what_runs_whole_on_every_device_is_named() -> None:
     assert [text.split(" at ")[0] for text in plan.data.whole_ops] == ["pure_callback", "random_bits"]
     report = plan_text(plan.completed())
     assert "pure_callback runs whole on every device: " in report
+    unknown = replace(plan.completed(), whole_ops=("pure_callback at ?",))
+    assert "pure_callback runs whole on every device: an unknown line" in plan_text(unknown)
     assert not shardplan.plan(lambda w: jnp.tanh(w @ w).sum(), W, cluster="2x4").data.whole_ops
+
+
+def test_the_wrapping_of_a_key_is_no_work_and_is_not_named() -> None:
+    def step(key: Any, w: Any) -> Any:
+        return jax.random.key_data(key), jax.random.wrap_key_data(jax.random.key_data(key)), w @ w
+
+    assert not shardplan.plan(step, jax.random.key(0), W, cluster="2x4").data.whole_ops
 
 
 @pytest.mark.parametrize("backend", ["explicit", "specs"])

@@ -99,7 +99,7 @@ def _on_all_devices(data: PlanData) -> View:
         (part,),
         {path: (part, a) for path, a in zip(apart(a.path for a in data.arguments), data.arguments, strict=True)},
         dict(zip(apart(data.result_paths), map(part.text, data.result_layouts), strict=True)),
-        {"axes": str(data.axes), **_run(data)},
+        {"axes": " x ".join(f"{name}={k}" for name, k in data.axes.items()), **_run(data)},
         {name: getattr(data, name) for name in names},
     )
 

@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
+from shardplan.ir import Microbatches, spec_text
 from shardplan.plans.files import AnyData
+from shardplan.remat import Remat
 from shardplan.report.diff_reasons import explained, reasons
 from shardplan.report.diff_views import View, view
 from shardplan.report.paths import PathGroup, grouped
@@ -172,8 +174,20 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differenc
 
 
 def _value(value: Any) -> Any:
-    """A field as a JSON value; a composite one as text."""
-    return value if isinstance(value, int | float | str | None) else str(value)
+    """A field as a JSON value; a composite one as the text that a user knows it by."""
+    match value:
+        case Remat():
+            return f"{value.loops} loop bodies and {value.blocks} blocks ({value.policy})" if value.parts else "nothing"
+        case Microbatches():
+            return value.count if not value.batch else f"{value.count} (of leaves {', '.join(map(str, value.batch))})"
+        case Mapping():
+            pairs = cast("Mapping[str, int | tuple[Any, ...]]", value).items()
+            texts = (f"{name}={own if isinstance(own, int) else spec_text(own)}" for name, own in pairs)
+            return ", ".join(texts) or "none"
+        case tuple():
+            return ", ".join(map(str, cast("tuple[Any, ...]", value))) or "none"
+        case _:
+            return value if isinstance(value, int | float | str | None) else str(value)
 
 
 def _close(before: float | None, after: float | None) -> bool:

@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.ir import Microbatches
 from shardplan.plans.data import PlanData
+from shardplan.remat import RecomputedPart, Remat
 from shardplan.report.diff_text import diff_text
 from shardplan.report.plan_diff import plan_diff
 from shardplan.report.tables import size
@@ -73,7 +75,7 @@ def test_layouts_figures_and_collectives_that_changed_are_named(plain: PlanData,
         "state/layers/{0..2}/kernel: P() -> P('gpu')",
         "step_time_s",
         "Collectives, by how much they change",
-        "pins: {}",
+        "pins: none -> state/*=P('gpu'), x=P('gpu')",
     ):
         assert part in text
     back = plan_diff(pinned, plain)
@@ -99,6 +101,29 @@ def test_another_cluster_or_backend_is_named(plain: PlanData) -> None:
     found = plan_diff(plain, replace(planned(cluster="4x2"), backend="specs"))
     assert [c.name for c in found.machine] == ["cluster", "axes", "backend"]
     assert ("levels", "node=2 x gpu=4", "node=4 x gpu=2") in [(c.name, c.before, c.after) for c in found.reasons]
+
+
+def test_options_and_ways_to_run_are_written_as_users_know_them(plain: PlanData) -> None:
+    remat = Remat((RecomputedPart((), (1, 2), None, 64),), "light")
+    other = replace(
+        plain,
+        remat=remat,
+        microbatches=Microbatches(4, (3,)),
+        donate_argnums=(0, 1),
+        replicate=("mul",),
+        fixed_axes={"data": 8},
+        factors=plain.factors[::-1],
+    )
+    text = diff_text(plan_diff(plain, other), ("a", "b"))
+    for part in (
+        "fixed_axes: none -> data=8",
+        "replicate: none -> mul",
+        "axes: node=2 x gpu=4 -> gpu=4 x node=2",
+        "microbatches: 1 -> 4 (of leaves 3)",
+        "remat: nothing -> 0 loop bodies and 1 blocks (light)",
+        "donate_argnums: none -> 0, 1",
+    ):
+        assert part in text
 
 
 # -- why ---------------------------------------------------------------------------------------------------------------

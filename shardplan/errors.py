@@ -372,16 +372,18 @@ class TargetError(ShardplanError):
     """A command-line TARGET that cannot be imported, or whose factory returns the wrong thing."""
 
 
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
 def size_text(nbytes: float) -> str:
     """Bytes as text for errors: 1.50 GiB."""
-    units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next((f"{nbytes / unit:.2f} {name}" for unit, name in units if nbytes >= unit), f"{nbytes:.0f} bytes")
+    return next((f"{nbytes / unit:.2f} {name}" for unit, name in _UNITS if nbytes >= unit), f"{nbytes:.0f} bytes")
 
 
 def sufficient_limit(nbytes: int) -> str:
-    """A memory limit that admits so many bytes, as options take it: in KiB, MiB from 1000 MiB on, or GiB from 1000 GiB on."""
-    unit, name = next((row for row in ((2**30, "GiB"), (2**20, "MiB")) if nbytes >= 1000 * row[0]), (2**10, "KiB"))
-    return f"{-(-nbytes // unit)}{name}"
+    """A memory limit that admits so many bytes, as options take it: in the unit of `size_text`, rounded up."""
+    unit, name = next((row for row in _UNITS if nbytes >= row[0]), (1, "B"))
+    return f"{-(-100 * nbytes // unit) / 100:.2f}".removesuffix(".00") + name
 
 
 def nearest(name: str, known: Sequence[str], *, count: int = 3) -> str:

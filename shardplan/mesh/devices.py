@@ -64,7 +64,8 @@ def cluster_devices(cluster: Cluster, devices: Sequence[Any] | None = None) -> n
         raise DeviceError(
             f"the cluster {cluster.name!r} has {cluster.size} devices, {len(found)} are present{kind}; to simulate them on "
             f'one machine, call jax.config.update("jax_num_cpu_devices", {cluster.size}) before JAX starts, or set '
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={cluster.size} in the environment"
+            f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={cluster.size} in the environment; `shardplan verify` simulates them itself, "
+            f"and so does pytest --shardplan-devices {cluster.size}"
         )
     result = np.empty(cluster.size, dtype=object)
     result[:] = found[: cluster.size]

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.errors import sufficient_limit
+from shardplan.sizes import parse_bytes
 from tests.search import steps
 
 
@@ -20,12 +22,14 @@ def test_the_error_says_all_sizes_in_units_that_fit_them() -> None:
     said = str(caught.value)
     assert "arguments take 18.00 KiB, the largest are w 16.00 KiB, x 2.00 KiB" in said
     needed = caught.value.smallest_bytes
-    assert f"raise the memory limit to {-(-needed // 1024)}KiB" in said
+    assert f"raise the memory limit to {sufficient_limit(needed)}," in said
     large = str(shardplan.MemoryLimitError(2**30, 7168 * 2**30))
     near = str(shardplan.MemoryLimitError(2**30, 2**30 + 1))
     assert "fits in 1,073,741,824 bytes per device: the smallest found needs 1,073,741,825 bytes" in near
     assert "fits in 1.00 GiB per device: the smallest found needs 7.00 TiB;" in large
-    assert "raise the memory limit to 7168GiB," in large
+    assert "raise the memory limit to 7TiB," in large
+    for nbytes in (1, 1000, 1024, 1025, 27_343_210, 2**30 + 1, 3 * 2**38, 7 * 2**40 - 1):
+        assert nbytes <= parse_bytes(sufficient_limit(nbytes)) <= 1.01 * nbytes
 
 
 def test_the_error_names_the_largest_values_between_ops_where_they_hold_more_than_the_arguments() -> None:

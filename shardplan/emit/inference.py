@@ -19,7 +19,7 @@ from shardplan import _jax
 from shardplan.cost import Network
 from shardplan.emit.walk import Walk, where_rows
 from shardplan.frontend.trace import Traced
-from shardplan.graph import Graph
+from shardplan.graph import Graph, Node
 from shardplan.ir import Constraint, Layout, Manual
 from shardplan.schedule import Compute, Fill, Move, PlannedProgram, Schedule, While
 from shardplan.schedule.spelling import spelled_out
@@ -137,7 +137,7 @@ def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[Pa
         raise _jax.UnknownShardyError(str(error).partition("\n")[0]) from error
     graph, names = planned.graph, planned.names
     given = {t: _layout(spec, len(graph.tensors[t].shape), names) for t, spec in zip(graph.inputs, specs, strict=True)}
-    return _through_loops(given | _by_tensor(_jax.inferred(lowered, names, planned.sizes), graph, names), graph)
+    return _filled(given | _by_tensor(_jax.inferred(lowered, names, planned.sizes), graph, names), graph)
 
 
 def _layout(spec: PartitionSpec, rank: int, names: Sequence[str]) -> Layout:
@@ -146,9 +146,11 @@ def _layout(spec: PartitionSpec, rank: int, names: Sequence[str]) -> Layout:
     return Layout(tuple(tuple(names.index(axis) for axis in dim) for dim in (*dims, *[()] * (rank - len(dims)))))
 
 
-def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str]) -> dict[int, Layout]:
-    """The layouts by tensor; the last op of a node's scope with its results' shapes makes them. Where a node is lowered to ops
-    with one result each, the last of them with a result's shape makes it.
+def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str]) -> dict[int, Layout | None]:
+    """The layouts by tensor, None where they split by parts of axes.
+
+    The last op of a node's scope with its results' shapes makes them. Where a node is lowered to ops with one result each, the
+    last of them with a result's shape makes it.
 
     Raises:
         UnknownShardyError: if no op is named after a product of the step: the locations do not say what is inferred.
@@ -173,21 +175,32 @@ def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str
     lost = [node.op for node in products if not any(t in found for t in node.outputs)]
     if lost:
         raise _jax.UnknownShardyError(f"{len(lost)} of {len(products)} products are not found, such as that at {lost[0].source}")
-    return {t: layout for t, layout in found.items() if layout is not None}
+    return found
 
 
-def _through_loops(found: Mapping[int, Layout], graph: Graph) -> dict[int, Layout]:
-    """The layouts, with those of values that enter or leave loops: a stack lies as its slices do, whole along the iterations.
+def _filled(found: Mapping[int, Layout | None], graph: Graph) -> dict[int, Layout]:
+    """The layouts, with those of values for which XLA has no op of a name.
 
-    XLA slices and stacks in ops of its own, which stand for none of the step.
+    A stack that enters or leaves a loop lies as its slices do, whole along the iterations: XLA slices and stacks in ops of its
+    own, which stand for none of the step. The result of an elementwise op that is lowered to nothing (a product with one) is its
+    operand.
     """
     known = dict(found)
     while True:
         before = len(known)
         for link in graph.links:
             for one, other, lift in ((link.source, link.target, link.lift), (link.target, link.source, -link.lift)):
-                if one in known and other not in known:
-                    dims = known[one].dims
-                    known[other] = Layout(((), *dims) if lift < 0 else dims[lift:])
+                if (layout := known.get(one)) is not None and other not in known:
+                    known[other] = Layout(((), *layout.dims) if lift < 0 else layout.dims[lift:])
+        for node in graph.nodes:
+            if node.signature.elementwise:
+                known |= _as_its_operand(node, known, graph)
         if len(known) == before:
-            return known
+            return {t: layout for t, layout in known.items() if layout is not None}
+
+
+def _as_its_operand(node: Node, known: Mapping[int, Layout | None], graph: Graph) -> dict[int, Layout | None]:
+    """The layout of the first known operand of its shape for each unknown result of an op."""
+    unknown = [t for t in node.outputs if t not in known]
+    alike = [t for t in node.inputs if unknown and t in known and graph.tensors[t].shape == graph.tensors[unknown[0]].shape]
+    return dict.fromkeys(unknown, known[alike[0]]) if alike else {}

@@ -66,8 +66,9 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
     with the best layouts inside. ``names`` are the names of the factors in specs.
 
     They are those of the search, in its prices, unless the layouts that XLA infers cost more than all that other arguments could
-    gain with the best layouts inside. Then the steps are priced in which XLA infers them anew: with the suspects of the search
-    that count beside that, and, if these explain less than half of it, with those that count most among all that would move.
+    gain with the best layouts inside. Then the steps are priced in which XLA infers them anew: with each suspect of the search
+    that counts beside the others, and, if these explain less than half of what XLA costs, with those that count most among all
+    that would move.
     """
     found, inferred_s = suspects(session), given.run.step_time_s - best_s
     start = PricedStep(session.at(found.start), session.extractor.decide(found.start))
@@ -76,7 +77,7 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
         priced = [PricedStep(own, own.decisions) for own in after]
         rows = [_loss(start, start, own, suspect, names) for suspect, own in zip(found.alone, priced, strict=True)]
     else:
-        count = sum(suspect.seconds >= (1 - MOST) * inferred_s for suspect in found.alone)
+        count = sum(suspect.seconds >= (1 - MOST) * found.seconds for suspect in found.alone)
         rows = [_loss(start, given, price(s.layouts), s, names) for s in found.alone[: max(1, count)]]
         if found.moved and 2 * max((loss.seconds for loss in rows), default=0.0) < inferred_s:
             suspect, own = _heaviest(found.moved, given, price)

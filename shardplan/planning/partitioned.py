@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from shardplan.graph.nodes import Node
+from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Layout, Partial, Split
 from shardplan.search.coarsening.coarsen import FREE, coarsen
+from shardplan.search.coarsening.variables import Sets
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
 from shardplan.search.problem.composite_strategies import Cuts
@@ -24,12 +25,12 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Sessio
     """(the session in which the values inside the step have these ``layouts``, by tensor, wherever its pins leave a choice; the
     share of those values' bytes that lie so).
 
-    Tensors that share a variable have the layout that most of their bytes have. An op is cut only as its operands or results are:
-    a partitioner computes whole what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which
-    a partitioner knows nothing.
+    Only tensors of equal layouts share a variable. An op is cut only as its operands or results are: a partitioner computes whole
+    what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which a partitioner knows nothing.
     """
     own = session.problem
-    coarse = coarsen(session.graph, "none")
+    layouts = _tied(session.graph, layouts)
+    coarse = coarsen(session.graph, "none", kinds=_kinds(session.graph, layouts))
     problem = Problem(session.graph, coarse, own.cluster, own.factors, objective=own.objective, like=own, company=own.company)
     problem = for_pins(problem, session.pins)
     free = pinned_domains(problem, session.pins)
@@ -50,6 +51,31 @@ def refitted(session: Session) -> Session:
     return session.at(polish(solver, domains, start))
 
 
+def _tied(graph: Graph, layouts: Mapping[int, Layout]) -> dict[int, Layout]:
+    """The layouts, by tensor; tensors that are one value, or one place of the state, have the layout that most of their bytes
+    have.
+    """
+    sets = Sets(len(graph.tensors))
+    for link in graph.links:
+        if link.same:
+            sets.union(link.source, link.target)
+    for o, i in zip(graph.outputs, graph.feedback, strict=True):
+        if i is not None and o >= 0:
+            sets.union(o, graph.inputs[i])
+    votes: dict[int, Counter[Layout]] = {}
+    for t, layout in layouts.items():
+        votes.setdefault(sets.find(t), Counter())[layout] += graph.tensors[t].nbytes
+    return {t: votes[root].most_common(1)[0][0] for t in range(len(graph.tensors)) if (root := sets.find(t)) in votes}
+
+
+def _kinds(graph: Graph, layouts: Mapping[int, Layout]) -> list[object]:
+    """[tensors]: equal for tensors of equal layouts, up to dims of one element; None for those without a layout."""
+    kinds: list[object] = [None] * len(graph.tensors)
+    for t, layout in layouts.items():
+        kinds[t] = tuple(dim for dim, n in zip(layout.dims, graph.tensors[t].shape, strict=True) if n > 1)
+    return kinds
+
+
 def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain], layouts: Mapping[int, Layout]) -> float:
     """The share of tensors' bytes that lie in ``held`` as ``layouts`` say, among those with a choice in ``free``; 1 if none has
     one. A tensor without a layout of its own counts if its variable is decided.
@@ -66,19 +92,19 @@ def _share(problem: Problem, free: Sequence[Domain], held: Sequence[Domain], lay
 
 
 def _held(problem: Problem, domains: Sequence[Domain], layouts: Mapping[int, Layout]) -> list[Domain]:
-    """The domains, each cut down to the state that most bytes of its variable have among those that it contains."""
-    votes: dict[int, Counter[int]] = {}
+    """The domains, each cut down to the inferred state of its variable if it contains that."""
+    held = list(domains)
     numbers: dict[tuple[int, tuple[int, ...]], dict[Layout, int]] = {}
     for t, layout in layouts.items():
-        v, tensor = problem.coarse.of[t], problem.graph.tensors[t]
+        v, shape = problem.coarse.of[t], problem.graph.tensors[t].shape
         if v == FREE:
             continue
-        if (v, tensor.shape) not in numbers:
-            numbers[v, tensor.shape] = {problem.resharder.layout(tensor.shape, s): s for s in domains[v]}
-        state = numbers[v, tensor.shape].get(layout)
+        if (v, shape) not in numbers:
+            numbers[v, shape] = {problem.resharder.layout(shape, s): s for s in domains[v]}
+        state = numbers[v, shape].get(layout)
         if state is not None:
-            votes.setdefault(v, Counter())[state] += tensor.nbytes
-    return [(votes[v].most_common(1)[0][0],) if v in votes else domain for v, domain in enumerate(domains)]
+            held[v] = (state,)
+    return held
 
 
 def _scattered(problem: Problem, cuts: Mapping[int, Cuts], free: Sequence[Domain], domains: Sequence[Domain]) -> list[Domain]:

@@ -135,14 +135,15 @@ def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch)
         return {t: layout for t, layout in inferred_layouts(planned, *rest).items() if t in first.outputs}
 
     def apart(planned: Any, *rest: Any) -> dict[int, Layout]:
-        """Another layout for a value that shares one with its operand."""
+        """Another layout for the result of an elementwise op than for its operand."""
         elementwise = next(node for node in planned.graph.nodes if node.signature.elementwise)
         return {**inferred_layouts(planned, *rest), elementwise.outputs[0]: Layout(((), (1,)))}
 
     def found() -> shardplan.Score:
         return shardplan.score(chain, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH))
 
-    assert found().inferred_share == 1
+    whole = found()
+    assert whole.inferred_share == 1
     monkeypatch.setattr("shardplan.shell.score.inferred_layouts", product)
     part = found()
     assert part.inferred
@@ -151,7 +152,9 @@ def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch)
         part, title="a"
     )
     monkeypatch.setattr("shardplan.shell.score.inferred_layouts", apart)
-    assert 0 < found().inferred_share < 1
+    other = found()
+    assert other.inferred_share == 1
+    assert other.communication_bytes > whole.communication_bytes
     monkeypatch.setattr("shardplan.shell.score.inferred_layouts", lambda *_: {})
     assert (found().inferred, found().inferred_share) == (False, 0)
 

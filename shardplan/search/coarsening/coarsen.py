@@ -14,6 +14,7 @@ pass and one for the backward pass. The backward view is the forward copy, kept,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardplan.graph.nodes import Graph, Node
 from shardplan.search.coarsening.gradient_pairing import pair
@@ -52,7 +53,7 @@ def coarsen(
     pair(graph, sets, marks, timesteps=one_choice != "none")
     if one_choice == "layers":
         share_layers(graph, sets, marks)
-    return _variables(graph, sets, marks, one_choice)
+    return replace(_variables(graph, sets, marks, one_choice), kinds=kinds)
 
 
 def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:

@@ -55,6 +55,7 @@ class Coarse:
     ``joins`` are the nodes that need a table of their own. All others are inside one variable: they are elementwise, or only add
     or drop dims of one element. ``free`` are the tensors that depend on no input, ``zero`` those of them known to be zero.
     ``weights`` are inputs, or made from one input each; ``parameters`` are the weights that a non-elementwise op reads.
+    Tensors of different ``kinds`` [tensors], if given, share no layout.
     """
 
     variables: tuple[Variable, ...]
@@ -66,6 +67,7 @@ class Coarse:
     parameters: frozenset[int]
     zero: frozenset[int] = frozenset()
     one_choice: OneChoice = "timesteps"
+    kinds: Sequence[object] | None = None
     _derived: dict[object, Any] = field(default_factory=dict[object, Any], init=False, repr=False, compare=False)
 
     def once(self, what: object, derive: Callable[[], T]) -> T:

@@ -81,7 +81,7 @@ def for_pins(problem: Problem, pins: Pins) -> Problem:
     alone = frozenset(claim.tensor for claim in claims if len(claimed[claim.variable]) > 1)
     if not alone:
         return problem
-    coarse = coarsen(problem.graph, problem.coarse.one_choice, alone)
+    coarse = coarsen(problem.graph, problem.coarse.one_choice, alone, problem.coarse.kinds)
     own = problem.graph, coarse, problem.cluster, problem.factors
     return Problem(*own, objective=problem.objective, like=problem, company=problem.company)
 

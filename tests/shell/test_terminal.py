@@ -115,7 +115,7 @@ def test_a_long_search_shows_its_best_plan_and_leaves_the_report_alone(environme
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(*words, **environment))
     bar, title, report = text.partition("step        models.gpt:train_step")
     assert re.search(r"best \d+ us, gap \d+\.\d%", bar)
-    assert "coarsening" in bar
+    assert "pricing the baselines" in bar
     piped = subprocess.run([sys.executable, "-m", "shardplan", *words], capture_output=True, text=True, cwd=ROOT, check=True)
     assert piped.stderr == ""
     own, other = ([line for line in lines.splitlines() if "planned in" not in line] for lines in (title + report, piped.stdout))

@@ -51,7 +51,8 @@ BATCH_CUT = {"w/*": P(), "x": P(("node", "gpu"))}
 QUERIES_CUT = {"w/*": P(), "x": P(None, "gpu")}
 
 
-@pytest.mark.parametrize(("pins", "dims"), [(HEADS_CUT, {0, 2}), pytest.param(BATCH_CUT, {0}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pins", "dims"), [(HEADS_CUT, {0, 2}), (BATCH_CUT, {0})])
 def test_a_pallas_kernel_runs_on_shares(pins: dict[str, P], dims: set[int], eager: Any) -> None:
     step, args = training(pallas(causal=True))
     plan = shardplan.plan(step, *args, cluster=eager, pins=pins)
@@ -110,15 +111,16 @@ def test_nothing_is_interpreted_once_a_verification_is_over() -> None:
         jax.jit(of_tokamax())(x, x, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pins", "options"),
     [
         (HEADS_CUT, {"mask": np.tril(np.ones((1, 1, SEQUENCE, SEQUENCE), bool), 3)}),
-        pytest.param(BATCH_CUT, {"is_causal": True}, marks=pytest.mark.slow),
-        pytest.param(QUERIES_CUT, {}, marks=pytest.mark.slow),
+        (BATCH_CUT, {"is_causal": True}),
+        (QUERIES_CUT, {}),
     ],
 )
-@pytest.mark.parametrize("backend", ["explicit", pytest.param("specs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["explicit", "specs"])
 def test_cudnns_attention_is_cut_and_verified_by_its_formula(
     pins: dict[str, P], options: dict[str, Any], backend: str, eager: Any
 ) -> None:

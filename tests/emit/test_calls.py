@@ -106,6 +106,7 @@ def cut_loops(plan: Any, name: str) -> set[str]:
     return {node.signature.description.loops[v].name for v in plan.session.decisions.uses[node.id].loops if v >= 0}
 
 
+@pytest.mark.slow
 def test_a_registered_function_is_one_op_forward_and_backward(eager: Any) -> None:
     register_flash()
     step, args = attention_step()

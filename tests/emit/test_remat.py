@@ -73,6 +73,7 @@ def test_the_compiled_step_holds_less(devices: list[Any]) -> None:
     assert peak < 1.25 * plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_blocks_wait_for_the_backward_pass(devices: list[Any]) -> None:
     """Each has a barrier, which what is kept and what the backward pass made before both go through."""
     step, args, plan = straight()

@@ -30,9 +30,8 @@ def check(program: Callable[[], Program], machine: str, seed: int) -> None:
     assert found.equal, found
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param(p, marks=[pytest.mark.slow] * (p.__name__ == "experts_by_one_hot"), id=p.__name__) for p in FEW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", FEW, ids=lambda program: program.__name__)
 def test_layouts_drawn_at_random_run_as_one_device_does(program: Callable[[], Program]) -> None:
     check(program, "2x4:eager", 0)
 

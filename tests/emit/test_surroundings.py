@@ -112,6 +112,7 @@ def test_an_array_on_explicit_axes_that_the_step_closes_over_is_refused() -> Non
         shardplan.plan(lambda w: w * rows[:, None], W, cluster="2x4")
 
 
+@pytest.mark.slow
 def test_an_array_that_a_loop_closes_over() -> None:
     mask = jnp.triu(jnp.ones((32, 32)))
 
@@ -123,6 +124,7 @@ def test_an_array_that_a_loop_closes_over() -> None:
     check(lambda w: jax.scipy.linalg.expm(w), (W / 9,), "2x4:slow")
 
 
+@pytest.mark.slow
 def test_a_scatter_into_zeros_is_whole_where_it_does_not_divide() -> None:
     def loss(w: Any, x: Any, y: Any) -> Any:
         scores, i = (x @ w) @ y.T, jnp.arange(47)

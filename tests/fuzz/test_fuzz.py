@@ -44,6 +44,7 @@ def test_random_programs_compute_under_a_plan_what_they_compute_under_plain_jit(
     assert_equal(range(2))
 
 
+@pytest.mark.slow
 def test_a_program_in_bfloat16_compiled_for_one_device_is_the_program_op_by_op() -> None:
     made = program(1004)
     assert made.reference == "always"

@@ -165,7 +165,8 @@ def test_terms_side_by_side_are_reduced_as_they_are() -> None:
     assert _deferred(step, _like(4, 8), _like(8, 6), _like(8, 6)) == set()
 
 
-@pytest.mark.parametrize("kind", ["scan", pytest.param("written out", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["scan", "written out"])
 def test_leaving_out_a_late_sum_is_noticed(devices: list[Any], kind: str) -> None:
     step, args = _accumulated(kind)
     plan = shardplan.plan(step, *args, cluster=_slow_devices(), time_model="sum")

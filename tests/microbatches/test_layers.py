@@ -163,6 +163,7 @@ def two_loops(encoder: int, decoder: int) -> tuple[Any, tuple[Tree, Tree]]:
     return step, ({"weights": w, "moments": OPTIMIZER.init(w)}, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "decoder"), [(4, 4), (2, 4), (6, 2)])
 def test_stages_hold_layers_of_an_encoder_and_of_a_decoder(encoder: int, decoder: int) -> None:
     step, args = two_loops(encoder, decoder)
@@ -191,6 +192,7 @@ def distilled(w: Tree, x: jax.Array) -> Any:
     return {"first": descended(w["first"], gradients), "second": descended(w["second"], others)}, (first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "chunks"), [(two_models, (0, 1, 0, 1)), (distilled, (0, 1, 0, 1, 0, 1))])
 def test_a_loop_that_depends_on_no_gradient_is_a_chunk_after_a_backward_pass_too(step: Any, chunks: tuple[int, ...]) -> None:
     args = {"first": weights(), "second": weights()}, jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
@@ -199,6 +201,7 @@ def test_a_loop_that_depends_on_no_gradient_is_a_chunk_after_a_backward_pass_too
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 def test_a_loop_over_weights_alone_is_no_chunk() -> None:
     """As a norm of the old weights, layer by layer, that a step reports."""
 
@@ -213,6 +216,7 @@ def test_a_loop_over_weights_alone_is_no_chunk() -> None:
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 def test_an_opaque_kernel_in_layers_may_run_whole_in_stages() -> None:
     kernel = Primitive("layer_kernel")
     kernel.def_abstract_eval(lambda x: x)
@@ -230,6 +234,7 @@ def test_an_opaque_kernel_in_layers_may_run_whole_in_stages() -> None:
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 def test_a_loop_over_layers_in_the_optimizer_is_no_chunk() -> None:
     """As Muon has it: each layer's gradient is made orthogonal, layer by layer."""
 
@@ -309,6 +314,7 @@ def test_groups_that_would_lay_layers_out_differently_lay_them_out_alike(pinned:
     assert plan.groups[0].factors == plan.groups[1].factors
 
 
+@pytest.mark.slow
 def test_the_group_that_needs_most_says_what_a_step_needs() -> None:
     wide = {**weights(), "last": jnp.ones((WIDTH, 64))}
     state = {"weights": wide, "moments": OPTIMIZER.init(wide)}
@@ -317,6 +323,7 @@ def test_the_group_that_needs_most_says_what_a_step_needs() -> None:
         shardplan.plan(train_step, state, jnp.ones((BATCH, WIDTH)), **options)
 
 
+@pytest.mark.slow
 def test_groups_are_planned_again_where_their_schedule_needs_more_than_each_of_them() -> None:
     """Within 5,000 bytes the first plans of the groups fit, but not the schedule, which waits with more values."""
     wide = {**weights(), "last": jnp.ones((WIDTH, 64))}

@@ -90,12 +90,12 @@ def layers(p: State, state: State, real: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("loss", "depth"),
     [
-        (squares(BATCH), ()),
-        (squares(45), ()),
+        pytest.param(squares(BATCH), (), marks=pytest.mark.slow),
+        pytest.param(squares(45), (), marks=pytest.mark.slow),
         (made_of_noise, ()),
-        (normalized, ()),
+        pytest.param(normalized, (), marks=pytest.mark.slow),
         (three_kinds, ()),
-        (with_penalty, ()),
+        pytest.param(with_penalty, (), marks=pytest.mark.slow),
         (layers, (3,)),
     ],
     ids=["as many fakes", "fewer fakes", "generator", "normalized", "three kinds", "penalty", "layers"],
@@ -108,6 +108,7 @@ def test_noise_beside_the_batch_may_have_its_shape(loss: Loss, depth: tuple[int,
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_a_gan_in_stages_trains_as_on_one_device() -> None:
     step, args = step_of(squares(BATCH)), (state_of(), REAL)
     plan = shardplan.plan(step, *args, cluster="2", microbatches=4, axes={"stage": 2}, donate_argnums=0)
@@ -133,6 +134,7 @@ def test_sums_and_noise_are_read_as_a_whole(step: Any) -> None:
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_a_recurrent_net_in_microbatches_trains_as_at_once() -> None:
     step, args = rnnlm.train_step(concrete=True)
     plan = shardplan.plan(step, *args, cluster="2", microbatches=2, donate_argnums=0)

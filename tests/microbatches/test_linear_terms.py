@@ -60,7 +60,9 @@ def _scaled(h: jax.Array, w: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("layer", [_in_turn, _split, _twice, _scaled])
-@pytest.mark.parametrize("options", [{"cluster": "2x2"}, {"cluster": "4", "axes": {"stage": 2}}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cluster": "2x2"}, pytest.param({"cluster": "4", "axes": {"stage": 2}}, marks=pytest.mark.slow)], ids=str
+)
 def test_gradients_of_several_terms_are_added_up_after_the_loop(layer: Layer, options: dict[str, Any]) -> None:
     step, args = step_of(layer)
     found = verify(shardplan.plan(step, *args, microbatches=2, **options), step, args)

@@ -33,7 +33,7 @@ def test_equal_ops_of_two_loops_are_not_shared() -> None:
     assert verify(plan, step, args).passed
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_step_in_microbatches_trains_as_at_once(count: int) -> None:
     step, args = mlp.train_step(concrete=True)
     plan = shardplan.plan(step, *args, cluster=machine("2x2:eager"), donate_argnums=(0,), microbatches=count)
@@ -48,6 +48,7 @@ def test_a_gpt_in_microbatches_trains_as_at_once(options: dict[str, Any]) -> Non
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 def test_a_step_in_microbatches_holds_less_at_once() -> None:
     step, args = gpt.train_step(layers=2)
     whole, parts = (shardplan.plan(step, *args, cluster="2", microbatches=n).peak_bytes for n in (1, 8))

@@ -137,6 +137,7 @@ def test_the_batches_are_those_of_the_factory(name):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_tiny())
 def test_thirty_steps_on_real_data_reduce_the_loss(name):
     step, (state, _) = concrete(name)

@@ -84,6 +84,7 @@ def test_devices_that_differ_have_the_optimum_of_all_strategies(devices: tuple[S
     assert Memory(here, found.strategy).fits
 
 
+@pytest.mark.slow
 def test_chains_find_the_optimum_of_lenet() -> None:
     """FlexFlow, section 8.3: four devices, 64 images for each."""
     here = problem_of(operators("lenet", batch=256), machine_of(Cluster.load("flexflow-p100:1")))

@@ -64,6 +64,7 @@ def test_what_does_not_fit_is_no_plan() -> None:
     assert heard.plans == []
 
 
+@pytest.mark.slow
 def test_plans_of_groups_are_no_plans_of_the_step() -> None:
     heard, (step, args) = Heard(), gpt.train_step(layers=2, width=64, batch=16)
     plan = shardplan.plan(step, *args, cluster=machine("2x2:slow"), axes={"stage": 2}, observer=heard)

@@ -165,7 +165,8 @@ def tight(scan: bool) -> shardplan.Plan:
     return shardplan.plan(step, *args, cluster="8", donate_argnums=0, memory_limit=int(0.8 * needed), remat="auto")
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_what_does_not_fit_fits_with_activations_computed_again(scan: bool, tmp_path: Path) -> None:
     step, args, needed = model(scan)
     plan = tight(scan)

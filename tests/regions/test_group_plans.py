@@ -78,6 +78,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     return made
 
 
+@pytest.mark.slow
 def test_stages_with_equal_programs_share_one_search(searched: list[Made]) -> None:
     """Of four stages, the first makes no gradient for its inputs, and the last has the loss."""
     step, args = mlp.train_step(layers=8, width=64, inputs=64, classes=64, batch=64)

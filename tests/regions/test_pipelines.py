@@ -142,6 +142,7 @@ def test_each_stage_has_a_forward_a_backward_and_a_weight_gradient_segment() -> 
     assert own == {0: [True, False], 1: [True, True, False], 2: [True, True, False], 3: [True, False]}
 
 
+@pytest.mark.slow
 def test_a_block_is_computed_again_in_its_own_stage() -> None:
     """With a weight's cast, which the loop reads once for both passes."""
     step, args = gpt.train_step(layers=4, remat=True, dtype="bfloat16")
@@ -305,6 +306,7 @@ def test_a_plan_counts_the_microbatches_in_flight() -> None:
     assert small.step_time_s > plan.step_time_s
 
 
+@pytest.mark.slow
 def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> None:
     step, args = mlp.train_step(layers=4, inputs=8, width=64, batch=512)
     asked: dict[str, Any] = {"cluster": machine("4"), "axes": {"stage": 4}, "microbatches": 8, "donate_argnums": (0,)}
@@ -318,6 +320,7 @@ def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> 
         shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_fastest_plan_costs_little_more_than_a_lower_one() -> None:
     """The groups are planned again within less, as the schedule and not a group is what the limit slows."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -363,6 +366,7 @@ def test_stages_of_weights_are_planned_for_what_the_order_of_the_step_needs() ->
         assert plan.peak_bytes <= limit
 
 
+@pytest.mark.slow
 def test_a_microbatch_is_taken_out_of_a_batch_without_communication() -> None:
     """Within this memory, plans that hold each microbatch on some of the devices were the fastest. XLA moves it to the others."""
     step, args = mlp.train_step(layers=4, width=32, inputs=512, classes=16, batch=256)
@@ -377,6 +381,7 @@ def test_a_microbatch_is_taken_out_of_a_batch_without_communication() -> None:
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_results_of_microbatches_are_put_together_where_they_lie_and_then_moved() -> None:
     """Within this memory, a result has another layout than the values of each microbatch that it is made of."""
     keys = jax.random.split(jax.random.key(0), 6)
@@ -404,6 +409,7 @@ def test_results_of_microbatches_are_put_together_where_they_lie_and_then_moved(
     assert verify(plan, step, args).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_donated_state_is_held_once(scan: bool) -> None:
     """The update takes the buffers of the state, and the loop over microbatches reads the weights where they are."""

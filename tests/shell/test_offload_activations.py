@@ -107,7 +107,8 @@ def gpt_step(*, scan: bool) -> tuple[Any, tuple[Any, ...]]:
     return gpt.train_step(layers=3, width=32, batch=32, sequence=32, heads=4, vocabulary=64, scan=scan)
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_activations_leave_where_nothing_else_fits(scan: bool, tmp_path: Path) -> None:
     step, args = gpt_step(scan=scan)
     options: dict[str, Any] = {"cluster": machine("2x4:slow"), "donate_argnums": 0}

@@ -66,6 +66,7 @@ def test_a_pipeline_goes_on_after_a_node_is_lost_slower_or_new(tmp_path: Path, c
     assert run_on([plan, lost, again, grown], step, state, batch) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_chunks_that_were_asked_for_are_kept(tmp_path: Path) -> None:
     step, args = mlp.train_step(layers=4, batch=8, width=8)
     options: dict[str, Any] = {"cluster": "2", "microbatches": 2}

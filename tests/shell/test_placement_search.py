@@ -232,6 +232,7 @@ def test_init_makes_each_leaf_on_the_devices_of_its_stage() -> None:
     run(made, args[1])
 
 
+@pytest.mark.slow
 def test_nnx_objects_with_dropout_are_updated_in_place_in_stages() -> None:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -157,6 +157,7 @@ def test_what_cannot_be_replanned_is_refused() -> None:
         shardplan.replan(plan, 4)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["explicit", "specs"])
 @pytest.mark.parametrize("donated", [(), (0,)])
 def test_a_run_goes_on_after_a_node_is_lost_and_one_is_added(eager: Any, backend: str, donated: tuple[int, ...]) -> None:

@@ -136,6 +136,7 @@ def test_a_gain_is_that_of_the_freed_argument_alone(wide: Any) -> None:
     assert not [row for row in after.losses if row.path == loss.path]
 
 
+@pytest.mark.slow
 def test_fsdp_of_a_gpt_names_what_the_plan_does_not_send() -> None:
     step, args = gpt.train_step()
     found = shardplan.score(step, *args, cluster="2x4", in_shardings=fsdp(args))

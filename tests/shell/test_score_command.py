@@ -103,6 +103,7 @@ def test_a_malformed_file_is_one_line_and_exit_two(
 # -- files of rules ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exported_files_score_like_the_plan(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = ["models.mlp:train_step", "--cluster", "2x4", "--set", "width=1024", "--set", "batch=2048"]
     assert main(["plan", *target, "-o", "plan.json"]) == 0

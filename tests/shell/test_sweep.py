@@ -143,6 +143,7 @@ def test_a_point_that_does_not_fit_says_what_would(run: Run) -> None:
     assert "in this sweep it fits with memory=1GiB" in small["remedy"]
 
 
+@pytest.mark.slow
 def test_what_stays_in_host_memory_varies(run: Run) -> None:
     words = ["--cluster", "dgx-h100:1", "--vary", "offload=none,auto,*/mu/*,[*/mu/*,*/nu/*]", "--vary", "memory=40GiB,6MiB"]
     code, text, _ = run("sweep", "models.mlp:train_step", "--set", "layers=5", "--set", "width=1024", *words, "--json")

@@ -31,11 +31,11 @@ INDEXING = ("gather", "scatter", "scatter-add", "scatter-max")
 MODES = ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS")
 EVERY_MODE = 12, 3
 """The first seed, and how many, that draw every mode of a lookup."""
-GROUPS = 8
+GROUPS = 24
 
 
 def sample(group: int) -> Iterator[Task]:
-    """An eighth of a sample: what is `FENCED`, half of that under both backends, and of all others every twelfth under one."""
+    """A part of a sample: what is `FENCED`, half of that under both backends, and of all others every twelfth under one."""
     others = [name for name in primitives() if name not in FENCED][::12]
     yield from {0: [Task(tuple(REMEMBERED), 12)], 1: [Task(tuple(EXPLICIT), 12, backend="explicit")]}.get(group, [])
     yield from list(tasks(FENCED, 2, 1))[group::GROUPS]

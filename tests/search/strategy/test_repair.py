@@ -89,6 +89,7 @@ def check(gaps: list[float], smallest: list[float], optimal: float) -> None:
     assert max(smallest) <= 0.1
 
 
+@pytest.mark.slow
 def test_the_plan_within_a_limit_is_mostly_the_best_of_all_assignments_that_fit() -> None:
     gaps, smallest = against_all(100, 400)
     assert len(gaps) > 30

@@ -188,6 +188,7 @@ def test_a_spent_deadline_still_gives_a_plan() -> None:
     assert all(outcome.best.seconds <= b.seconds for b in outcome.rivals.solutions)
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_plan_are_its_compute_and_its_collectives() -> None:
     for factory in (gpt.train_step(layers=1), wresnet.train_step(batch=8), gpt.train_step(layers=2, scan=True)):
         plan = shardplan.plan(factory[0], *factory[1], cluster="2x4", factors={}, donate_argnums=0)

@@ -119,8 +119,7 @@ def level_axes(planned: PlannedProgram) -> dict[str, tuple[str, ...]]:
 def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[PartitionSpec]) -> dict[int, Layout]:
     """The layouts of the graph's tensors, by number, as XLA infers them from the ``specs`` of the step's leaves.
 
-    State comes back as it went in. Tensors that XLA lays out in parts of axes, and those of ops without a name of their own in the
-    lowered step, are left out.
+    State comes back as it went in. Tensors that XLA lays out in parts of axes are left out, and those for which it has no op.
 
     Raises:
         UnknownShardyError: if this JAX does not tell, or not for all products of the step.

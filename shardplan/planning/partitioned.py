@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardplan.graph.nodes import Graph, Node
 from shardplan.ir import Layout, Partial, Split
-from shardplan.search.coarsening.coarsen import FREE, coarsen
+from shardplan.search.coarsening.coarsen import FREE, coarsen, tied
 from shardplan.search.coarsening.variables import Sets
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -52,16 +52,10 @@ def refitted(session: Session) -> Session:
 
 
 def _tied(graph: Graph, layouts: Mapping[int, Layout]) -> dict[int, Layout]:
-    """The layouts, by tensor; tensors that are one value, or one place of the state, have the layout that most of their bytes
-    have.
-    """
+    """The layouts, by tensor; tensors that can have none of their own have the layout that most of their bytes have."""
     sets = Sets(len(graph.tensors))
-    for link in graph.links:
-        if link.same:
-            sets.union(link.source, link.target)
-    for o, i in zip(graph.outputs, graph.feedback, strict=True):
-        if i is not None and o >= 0:
-            sets.union(o, graph.inputs[i])
+    for one, other in tied(graph):
+        sets.union(one, other)
     votes: dict[int, Counter[Layout]] = {}
     for t, layout in layouts.items():
         votes.setdefault(sets.find(t), Counter())[layout] += graph.tensors[t].nbytes

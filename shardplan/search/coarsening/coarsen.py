@@ -13,7 +13,7 @@ pass and one for the backward pass. The backward view is the forward copy, kept,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardplan.graph.nodes import Graph, Node
@@ -23,7 +23,7 @@ from shardplan.search.coarsening.tensor_roles import Marks, mark
 from shardplan.search.coarsening.variables import FREE, Coarse, OneChoice, Sets, Variable
 from shardplan.search.coarsening.views import add_views
 
-__all__ = ["FREE", "Coarse", "Variable", "coarsen"]
+__all__ = ["FREE", "Coarse", "Variable", "coarsen", "tied"]
 
 
 def coarsen(
@@ -39,21 +39,30 @@ def coarsen(
     """
     marks = mark(graph, alone)
     sets = Sets(len(graph.tensors), kinds)
-    for link in graph.links:
-        if link.same:
-            sets.union(link.source, link.target)
-    for o, i in zip(graph.outputs, graph.feedback, strict=True):
-        if i is not None and o >= 0:
-            sets.union(o, graph.inputs[i])
+    for one, other in tied(graph, marks.free):
+        sets.union(one, other)
     for node in graph.nodes:
-        if node.signature.part == "copy" and node.inputs[0] not in marks.free:
-            sets.union(node.inputs[0], node.outputs[0])  # nothing moves between devices' hosts
-        elif node.signature.elementwise or node.signature.resizes:
+        if node.signature.elementwise or node.signature.resizes:
             _merge(graph, node, sets, marks)
     pair(graph, sets, marks, timesteps=one_choice != "none")
     if one_choice == "layers":
         share_layers(graph, sets, marks)
     return replace(_variables(graph, sets, marks, one_choice), kinds=kinds)
+
+
+def tied(graph: Graph, free: frozenset[int] = frozenset()) -> Iterator[tuple[int, int]]:
+    """The pairs of tensors that can have no layouts of their own: one value, the places of one leaf of the state, and a copy in
+    another memory of a value that is not ``free``, because nothing moves between devices' hosts.
+    """
+    for link in graph.links:
+        if link.same:
+            yield link.source, link.target
+    for o, i in zip(graph.outputs, graph.feedback, strict=True):
+        if i is not None and o >= 0:
+            yield o, graph.inputs[i]
+    for node in graph.nodes:
+        if node.signature.part == "copy" and node.inputs[0] not in free:
+            yield node.inputs[0], node.outputs[0]
 
 
 def _merge(graph: Graph, node: Node, sets: Sets, marks: Marks) -> None:

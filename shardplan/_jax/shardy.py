@@ -281,7 +281,8 @@ def _results(ir: Any, module: Any) -> Iterator[InferredOp]:
         if not len(op.results) or not all(isinstance(r.type, ir.RankedTensorType) for r in op.results):
             continue
         shapes = [tuple(ir.RankedTensorType(r.type).shape) for r in op.results]
-        text = str(op.attributes["sdy.sharding"]) if "sdy.sharding" in op.attributes else ""
+        key = next((key for key in ("sdy.sharding", "sharding") if key in op.attributes), "")  # a constraint has the second
+        text = str(op.attributes[key]) if key else ""
         own = [_axes(m[1]) for m in _SHARDING.finditer(text)] or [((),) * len(shape) for shape in shapes]
         if len(own) == len(shapes):
             yield InferredOp(str(op.location), tuple(zip(shapes, own, strict=True)))

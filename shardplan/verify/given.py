@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.errors import DeviceError
 from shardplan.frontend.nnx_state import Pure
 from shardplan.frontend.trace import Traced
 from shardplan.hlo.lines import frame_lines
@@ -51,6 +52,9 @@ def compiled_as_given(
 
     ``specs`` are those of the leaves, ``donated`` the leaves that are donated. State comes back in the sharding of the argument
     that it replaces. XLA's partitioner chooses the rest.
+
+    Raises:
+        DeviceError: if XLA does not compile the step with these shardings.
     """
     shardings = [NamedSharding(mesh, spec) for spec in specs]
 
@@ -62,8 +66,21 @@ def compiled_as_given(
     with stand_ins(traced.program, mesh.devices.ravel().tolist()):
         lowered = jitted.lower(*traced.in_shapes)
         with caught() as log:
-            compiled = lowered.compile(compiler_options=_OPTIONS if mesh.devices.flat[0].platform == "cpu" else None)
+            compiled = _compiled(lowered, _OPTIONS if mesh.devices.flat[0].platform == "cpu" else None)
     text = compiled.as_text() or ""
     lines = frame_lines(text)
     resorts = tuple((one, lines.get(one.frame, "")) for one in log)
     return Compiled(measure(text), tuple(sent_by(text)), peak_bytes(compiled), resorts)
+
+
+def _compiled(lowered: jax.stages.Lowered, options: Any) -> jax.stages.Compiled:
+    """The compiled program; an error of our own if XLA refuses it."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0].strip()
+        raise DeviceError(
+            f"XLA does not compile the step with this sharding: {reason}; shard the arrays of the op that it names in another way"
+            " (where XLA fails to partition an op, leaving its split dims whole helps), or leave out measure (--measure): the "
+            "price needs no compilation"
+        ) from error

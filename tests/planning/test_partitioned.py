@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -187,3 +188,20 @@ def test_a_step_that_is_lowered_for_devices_alone_is_told(caplog: pytest.LogCapt
 
     assert not shardplan.score(called, *ARGUMENTS, cluster="2x4", in_shardings=P(BOTH)).inferred
     assert "require devices to be present" in caplog.text
+
+
+def test_a_constraint_is_inferred_as_it_is_written() -> None:
+    """The loop carries a value split along its batch, although the weights suggest its features."""
+    mesh = AbstractMesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
+
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jax.lax.with_sharding_constraint(jnp.tanh(h @ w), NamedSharding(mesh, P(BOTH))), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    arguments = jax.ShapeDtypeStruct((3, 256, 256), "float32"), jax.ShapeDtypeStruct((1024, 256), "float32")
+    plan = shardplan.plan(layers, *arguments, cluster="2x4", pins={"w": P(None, None, BOTH), "x": P(BOTH)}, factors={})
+    layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
+    (placed,) = plan.graph.placed.values()
+    assert layouts[placed.outputs[0]] == Layout(((0, 1), ()))

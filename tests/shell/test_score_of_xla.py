@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from models import gpt, mlp
-from shardplan.errors import PinError, ShardplanError
+from shardplan.errors import DeviceError, PinError, ShardplanError
 from shardplan.hlo.meter import HloCollective, measure
 from shardplan.hlo.reshards import Sent
 from shardplan.ir import Collective
@@ -70,6 +70,19 @@ def placing(*spec: Any, names: tuple[str, str] = ("node", "gpu")) -> Callable[..
         return w - 0.1 * jax.grad(loss)(w)
 
     return step
+
+
+def test_what_xla_does_not_compile_is_an_error_of_our_own() -> None:
+    """XLA's partitioner makes slices of nothing of a transposed convolution whose window is split."""
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jax.lax.conv_transpose(x, w, (2, 2), "SAME") ** 2))(w)
+
+    kernel, images = jax.ShapeDtypeStruct((4, 4, 8, 16), "float32"), jax.ShapeDtypeStruct((8, 8, 8, 8), "float32")
+    shardings = P(None, "gpu"), P()
+    assert shardplan.score(step, kernel, images, cluster="2x4", in_shardings=shardings).step_time_s > 0
+    with pytest.raises(DeviceError, match=r"does not compile the step with this sharding: .*; shard .* or leave out measure"):
+        shardplan.score(step, kernel, images, cluster="2x4", in_shardings=shardings, measure=True)
 
 
 def line(source: str) -> str:

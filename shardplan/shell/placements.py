@@ -343,7 +343,8 @@ def _fitting(
             raise refused
         raise MemoryLimitError(limit, smallest, grouped=True, origin=asked.limit.origin)
     best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
-    return best, tried[0].free_peak > limit or best.limit_costs >= CONSTANTS.refinement_gain
+    costs = best.limit_costs >= CONSTANTS.refinement_gain
+    return best, refused is not None or tried[0].free_peak > limit or costs
 
 
 def _other_limits(tried: _Tried, limit: int) -> tuple[int, ...]:

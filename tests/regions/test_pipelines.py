@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
@@ -24,9 +25,11 @@ from shardplan.microbatches.accumulating import checked_microbatches, microbatch
 from shardplan.placement.device_topology import DeviceTopology, machine_of
 from shardplan.regions.buffers import most_held, peak_bytes
 from shardplan.regions.dispatch import dispatched
+from shardplan.regions.group_plans import GroupPlanner
 from shardplan.regions.loops import LoopSplit, loop_of
 from shardplan.regions.stages import stages_of
 from shardplan.regions.tasks import WHOLE, GroupMesh, Piece, PlacedTaskGraph, Task, Transfer
+from shardplan.shell import placements
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import stage_groups
 from shardplan.verify.verify import verify
@@ -318,6 +321,26 @@ def test_a_stage_that_fits_only_with_few_microbatches_in_flight_is_planned() -> 
     assert plan.step_time_s > free.step_time_s
     with pytest.raises(shardplan.MemoryLimitError):
         shardplan.plan(step, *args, **asked, memory_limit=limit // 4)
+
+
+def test_fewer_microbatches_in_flight_are_tried_where_a_group_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans of groups without a limit may run in an order that fits, and take longer than those with fewer in flight."""
+    step, args = mlp.train_step(layers=4, inputs=8, width=64, batch=512)
+    made, split, tried = GroupPlanner.made, placements.group_parts, list[tuple[int, ...] | None]()
+
+    def refusing(self: GroupPlanner) -> Any:
+        if self.searcher.wanted.memory < sys.maxsize and len(tried) == 1:
+            raise shardplan.MemoryLimitError(1, 2)
+        return made(self)
+
+    def noted(cut: LoopSplit) -> Any:
+        tried.append(cut.in_flight)
+        return split(cut)
+
+    monkeypatch.setattr(GroupPlanner, "made", refusing)
+    monkeypatch.setattr(placements, "group_parts", noted)
+    pipeline(step, args, "2", 4, stage=2, chunk=1)
+    assert tried[:2] == [(2, 1), (1, 1)]
 
 
 @pytest.mark.slow

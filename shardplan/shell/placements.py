@@ -145,8 +145,8 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     """The fastest plan that fits for a pipeline of these chunks; ``chunks`` has the group of each.
 
     Stages are planned for the microbatches in flight under 1F1B. Where memory is short, their number is also halved, as long as
-    that is faster. If nothing fits, they are planned for all microbatches at once. The deadline or an interrupt ends this with
-    the best so far.
+    that is faster or a stage alone needs more than the limit. If nothing fits, they are planned for all microbatches at once. The
+    deadline or an interrupt ends this with the best so far.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need.
@@ -169,7 +169,8 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
         plan, before, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before, names_least=last)
         faster = plan.step_time_s < fastest_s * (1 - CONSTANTS.refinement_gain)
         fastest_s = min(plan.step_time_s, fastest_s)
-        return plan, short and faster and not last
+        unbound = any(group.peak_bytes > asked.searcher.wanted.memory for group in plan.groups)  # whatever is in flight
+        return plan, short and (faster or unbound) and not last
 
     few = one_f_one_b(len(chunks), cut.count).most_held
     fewer = [tuple(min(n, max(few) >> halvings) for n in few) for halvings in range(max(few).bit_length())]

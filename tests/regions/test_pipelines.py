@@ -385,7 +385,7 @@ def test_stages_of_weights_are_planned_for_what_the_order_of_the_step_needs() ->
     assert max(g.peak_bytes for g in free.groups) > 1.2 * free.peak_bytes
     for limit in (free.peak_bytes, free.peak_bytes * 6 // 5):
         plan = shardplan.plan(step, weights, batch, **asked, memory_limit=limit)
-        assert plan.step_time_s == free.step_time_s
+        assert plan.step_time_s <= free.step_time_s
         assert plan.peak_bytes <= limit
 
 

@@ -77,7 +77,8 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
         priced = [PricedStep(own, own.decisions) for own in after]
         rows = [_loss(start, start, own, suspect, names) for suspect, own in zip(found.alone, priced, strict=True)]
     else:
-        count = sum(suspect.seconds >= (1 - MOST) * found.seconds for suspect in found.alone)
+        most_s = max([found.seconds, *(suspect.seconds for suspect in found.alone)])
+        count = sum(suspect.seconds >= (1 - MOST) * most_s for suspect in found.alone)
         rows = [_loss(start, given, price(s.layouts), s, names) for s in found.alone[: max(1, count)]]
         if found.moved and 2 * max((loss.seconds for loss in rows), default=0.0) < inferred_s:
             suspect, own = _heaviest(found.moved, given, price)

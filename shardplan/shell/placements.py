@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, assert_never, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, assert_never, runtime_checkable
 
 from shardplan.constants import CONSTANTS
 from shardplan.dag.pipeline_orders import one_f_one_b
@@ -145,8 +145,8 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     """The fastest plan that fits for a pipeline of these chunks; ``chunks`` has the group of each.
 
     Stages are planned for the microbatches in flight under 1F1B. Where memory is short, their number is also halved, as long as
-    that is faster or a stage alone needs more than the limit. If nothing fits, they are planned for all microbatches at once. The
-    deadline or an interrupt ends this with the best so far.
+    that is faster or a stage does not fit alone. If nothing fits, they are planned for all microbatches at once. The deadline or
+    an interrupt ends this with the best so far.
 
     Raises:
         PlacementError: if the step has fewer places to cut than chunks need.
@@ -166,11 +166,10 @@ def chunked_plan(asked: Asked, staged: Staged, groups: Sequence[Group], chunks: 
     def planned(in_flight: tuple[int, ...] | None) -> tuple[PlacedPlan, bool]:
         nonlocal before, fastest_s
         last = in_flight is None or max(in_flight) == 1
-        plan, before, short = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before, names_least=last)
+        plan, before, memory = _plan(asked, replace(cut, in_flight=in_flight), origin, staged.layers, before, names_least=last)
         faster = plan.step_time_s < fastest_s * (1 - CONSTANTS.refinement_gain)
         fastest_s = min(plan.step_time_s, fastest_s)
-        unbound = any(group.peak_bytes > asked.searcher.wanted.memory for group in plan.groups)  # whatever is in flight
-        return plan, short and (faster or unbound) and not last
+        return plan, (memory == "refused" or (memory == "short" and faster)) and not last
 
     few = one_f_one_b(len(chunks), cut.count).most_held
     fewer = [tuple(min(n, max(few) >> halvings) for n in few) for halvings in range(max(few).bit_length())]
@@ -256,9 +255,9 @@ def _plan(
     before: Sequence[Made] = (),
     *,
     names_least: bool = True,
-) -> tuple[PlacedPlan, tuple[Made, ...], bool]:
-    """(the plan of a step with the ops of each group planned together, the groups' plans, whether the memory limit costs enough
-    time in a group or in the schedule to plan again). ``before`` and ``names_least`` as in `GroupPlanner`.
+) -> tuple[PlacedPlan, tuple[Made, ...], _Memory]:
+    """(the plan of a step with the ops of each group planned together, the groups' plans, what the memory limit costs in a group
+    or in the schedule). ``before`` and ``names_least`` as in `GroupPlanner`.
     """
     match cut:
         case LoopSplit(program, _, groups, outer, inner, chunks, in_flight):
@@ -267,7 +266,7 @@ def _plan(
             inner, chunks, in_flight = None, (), None
         case _:
             assert_never(cut)
-    (made, plans, placed, *_), short = _fitting(asked, cut, groups, layers, before, names_least=names_least)
+    (made, plans, placed, *_), memory = _fitting(asked, cut, groups, layers, before, names_least=names_least)
     data = PlacedData(
         origin=origin,
         cluster=asked.searcher.cluster,
@@ -285,7 +284,12 @@ def _plan(
         stopped=_first_stop(plans),
     )
     sessions = tuple(own.session for own in made)
-    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), made, short
+    return PlacedPlan(data, placed, traced=asked.traced, step=asked.step, sessions=sessions), made, memory
+
+
+_Memory = Literal["enough", "short", "refused"]
+"""What the memory limit costs: too little to plan again for fewer microbatches in flight; enough; or a group that does not fit
+alone with so many in flight, and was planned without the limit."""
 
 
 class _Tried(NamedTuple):
@@ -305,9 +309,9 @@ class _Tried(NamedTuple):
 
 def _fitting(
     asked: Asked, cut: Cut, groups: Sequence[Group], layers: LayerParts | None, before: Sequence[Made], *, names_least: bool
-) -> tuple[_Tried, bool]:
-    """(the plans of groups with the fastest step that fits, whether the memory limit costs enough time to plan again).
-    ``before`` and ``names_least`` as in `GroupPlanner`.
+) -> tuple[_Tried, _Memory]:
+    """(the plans of groups with the fastest step that fits, what the memory limit costs). ``before`` and ``names_least`` as in
+    `GroupPlanner`.
 
     Raises:
         MemoryLimitError: if no plan fits.
@@ -344,8 +348,9 @@ def _fitting(
             raise refused
         raise MemoryLimitError(limit, smallest, grouped=True, origin=asked.limit.origin)
     best = min(fitting, key=lambda own: own.placed.dispatch.step_time_s)
-    costs = best.limit_costs >= CONSTANTS.refinement_gain
-    return best, refused is not None or tried[0].free_peak > limit or costs
+    if refused is not None:
+        return best, "refused"
+    return best, "short" if tried[0].free_peak > limit or best.limit_costs >= CONSTANTS.refinement_gain else "enough"
 
 
 def _other_limits(tried: _Tried, limit: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from shardplan.frontend.trace import Traced
 from shardplan.hlo.lines import frame_lines
 from shardplan.hlo.meter import Measured, measure
 from shardplan.hlo.reshards import Sent, sent_by
+from shardplan.user_code import NOT_THE_USERS, shown_path
 from shardplan.verify.compiler_log import LastResort, caught
 from shardplan.verify.runs import peak_bytes
 from shardplan.verify.stand_ins import stand_ins
@@ -73,14 +75,19 @@ def compiled_as_given(
     return Compiled(measure(text), tuple(sent_by(text)), peak_bytes(compiled), resorts)
 
 
+_FRAME = re.compile(r"^ +(/?\S[^:\n]*):(\d+):\d+ \[([^]\n]*)\]$", re.MULTILINE)
+"""A line of Python, innermost first, that JAX names where XLA refuses a program."""
+
+
 def _compiled(lowered: jax.stages.Lowered, options: Any) -> jax.stages.Compiled:
     """The compiled program; an error of our own if XLA refuses it."""
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).partition("\n")[0].strip()
+        reason = str(error).partition("\n")[0]
+        frames = (frame for frame in _FRAME.findall(str(error)) if not frame[0].startswith(NOT_THE_USERS))
+        place = next((f", for the op at {shown_path(file)}:{line} ({function})" for file, line, function in frames), "")
         raise DeviceError(
-            f"XLA does not compile the step with this sharding: {reason}; shard the arrays of the op that it names in another way"
-            " (where XLA fails to partition an op, leaving its split dims whole helps), or leave out measure (--measure): the "
-            "price needs no compilation"
+            f"XLA does not compile the step with this sharding{place}: {reason}; leave the split dims of that op's arrays whole, "
+            "or leave out measure (--measure): the price needs no compilation"
         ) from error

@@ -329,7 +329,7 @@ def test_fewer_microbatches_in_flight_are_tried_where_a_group_alone_is_refused(m
     made, split, tried = GroupPlanner.made, placements.group_parts, list[tuple[int, ...] | None]()
 
     def refusing(self: GroupPlanner) -> Any:
-        if self.searcher.wanted.memory < sys.maxsize and len(tried) == 1:
+        if self.searcher.wanted.memory < sys.maxsize and len(tried) < 3:
             raise shardplan.MemoryLimitError(1, 2)
         return made(self)
 
@@ -339,8 +339,8 @@ def test_fewer_microbatches_in_flight_are_tried_where_a_group_alone_is_refused(m
 
     monkeypatch.setattr(GroupPlanner, "made", refusing)
     monkeypatch.setattr(placements, "group_parts", noted)
-    pipeline(step, args, "2", 4, stage=2, chunk=1)
-    assert tried[:2] == [(2, 1), (1, 1)]
+    pipeline(step, args, "4", 8, stage=4, chunk=1)
+    assert tried[:3] == [(4, 3, 2, 1), (2, 2, 2, 1), (1, 1, 1, 1)]
 
 
 @pytest.mark.slow

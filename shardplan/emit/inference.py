@@ -119,7 +119,7 @@ def level_axes(planned: PlannedProgram) -> dict[str, tuple[str, ...]]:
 def inferred_layouts(planned: PlannedProgram, traced: Traced, specs: Sequence[PartitionSpec]) -> dict[int, Layout]:
     """The layouts of the graph's tensors, by number, as XLA infers them from the ``specs`` of the step's leaves.
 
-    State comes back as it went in. Tensors that XLA lays out in parts of axes are left out, and those for which it has no op.
+    State comes back as it went in. Tensors that XLA lays out in parts of axes, or has no op for, are left out.
 
     Raises:
         UnknownShardyError: if this JAX does not tell, or not for all products of the step.
@@ -179,7 +179,7 @@ def _by_tensor(ops: Sequence[_jax.InferredOp], graph: Graph, names: Sequence[str
 
 
 def _filled(found: Mapping[int, Layout | None], graph: Graph) -> dict[int, Layout]:
-    """The layouts, with those of values for which XLA has no op of a name.
+    """The layouts, and those of values for which XLA has no named op.
 
     A stack that enters or leaves a loop lies as its slices do, whole along the iterations: XLA slices and stacks in ops of its
     own, which stand for none of the step. The result of an elementwise op that is lowered to nothing (a product with one) is its

@@ -52,7 +52,7 @@ def refitted(session: Session) -> Session:
 
 
 def _tied(graph: Graph, layouts: Mapping[int, Layout]) -> dict[int, Layout]:
-    """The layouts, by tensor; tensors that can have none of their own have the layout that most of their bytes have."""
+    """The layouts, by tensor. Tensors that must have the same layout take the one that most of their bytes have."""
     sets = Sets(len(graph.tensors))
     for one, other in tied(graph):
         sets.union(one, other)

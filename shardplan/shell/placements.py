@@ -288,8 +288,9 @@ def _plan(
 
 
 _Memory = Literal["enough", "short", "refused"]
-"""What the memory limit costs: too little to plan again for fewer microbatches in flight; enough; or a group that does not fit
-alone with so many in flight, and was planned without the limit."""
+"""What the memory limit does to a plan. Where memory is "enough", the limit costs next to nothing. Where it is "short", it costs
+time, so fewer microbatches in flight may be faster. If it is "refused", a group does not fit alone with so many microbatches in
+flight, and the groups were planned without the limit."""
 
 
 class _Tried(NamedTuple):

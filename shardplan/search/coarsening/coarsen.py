@@ -51,8 +51,8 @@ def coarsen(
 
 
 def tied(graph: Graph, free: frozenset[int] = frozenset()) -> Iterator[tuple[int, int]]:
-    """The pairs of tensors that can have no layouts of their own: one value, the places of one leaf of the state, and a copy in
-    another memory of a value that is not ``free``, because nothing moves between devices' hosts.
+    """Pairs of tensors that must have the same layout: two that are one value, a leaf of the state before and after the step, and
+    a value that is not ``free`` with its copy in another memory, because nothing moves between the hosts of devices.
     """
     for link in graph.links:
         if link.same:

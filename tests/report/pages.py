@@ -13,7 +13,8 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=4000 --window-size=1600,1000 --dump-dom"
+    " --disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --virtual-time-budget=4000"
+    " --window-size=1600,1000 --dump-dom"
 ).split()
 
 NEEDS_CHROMIUM = pytest.mark.skipif(

@@ -8,7 +8,7 @@ opaque ``handle``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -393,24 +393,23 @@ class Program:
     @property
     def meshed(self) -> bool:
         """Whether the step itself names axes of a mesh, so that it cannot run on one device."""
-        return any(
-            not {"constraint", "manual"}.isdisjoint(op.params) or any(body.meshed for body in op.bodies) for op in self.ops
-        )
+        return any(not {"constraint", "manual"}.isdisjoint(op.params) for op in self.every_op())
 
     @property
     def to_host(self) -> Op | None:
         """The first op that copies a value to host memory, or from there."""
+        return next((op for op in self.every_op() if op.moves_memory), None)
+
+    def every_op(self) -> Iterator[Op]:
+        """All ops; those of a body follow the op that has it."""
         for op in self.ops:
-            if op.moves_memory:
-                return op
+            yield op
             for body in op.bodies:
-                if (own := body.to_host) is not None:
-                    return own
-        return None
+                yield from body.every_op()
 
     def count_ops(self) -> int:
         """Number of ops; ops in bodies count once."""
-        return len(self.ops) + sum(body.count_ops() for op in self.ops for body in op.bodies)
+        return sum(1 for _ in self.every_op())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from shardplan.collectives.step import Step
@@ -68,7 +69,7 @@ class PlannedCollective:
     the ring convention, ``seconds`` the time in the network model. All three are for one execution. ``source`` is the user's
     line. ``program`` is the reduction program that takes ``seconds``, in P2's notation over the cluster's levels; it is empty if
     that is the collective itself. ``hideable_s`` is the part of its seconds that can hide behind compute. ``along`` names the
-    other arrays that travel with ``tensor``: their paths, or their source lines.
+    other arrays that travel with ``tensor``, like it, or their source lines.
     """
 
     kind: Collective
@@ -82,6 +83,24 @@ class PlannedCollective:
     program: str = ""
     hideable_s: float = 0.0
     along: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> str:
+        """The array that it moves, and how many others.
+
+        >>> cost = {"bytes": 8, "wire_bytes": 14, "times": 1, "seconds": 1e-5}
+        >>> both = PlannedCollective(Collective.ALL_GATHER, axes=("gpu",), tensor="update of w", source="", along=("b",), **cost)
+        >>> both.arrays, both.paths
+        ('update of w and 1 more', ('w', 'b'))
+        """
+        return self.tensor + (f" and {len(self.along)} more" if self.along else "")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What it moves by the paths of arguments and results: a gradient or an update by that of its argument. A value between
+        ops has no path but its source line.
+        """
+        return tuple(re.sub(r"^(gradient of|update of|result) ", "", name) for name in (self.tensor, *self.along))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ Pattern = str | re.Pattern[str]
 class GivenShardings:
     """The PartitionSpec entries of every leaf of the arguments, by path, and where each comes from.
 
-    ``replicated`` are the leaves for which there is nothing: they lie whole on every device, as under `jax.jit` with ``P()``.
+    ``replicated`` are the leaves for which there is nothing: they are whole on every device, as under `jax.jit` with ``P()``.
     ``meshes`` are those of the NamedShardings, each once.
     """
 

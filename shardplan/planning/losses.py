@@ -18,12 +18,12 @@ from shardplan.search.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What the layouts of some arguments cost: the step is ``seconds`` shorter, and sends ``bytes`` less, if these alone lie
-    otherwise and the step is scored again.
+    """The gain from resharding a group of arguments: the step becomes ``seconds`` shorter, and sends ``bytes`` less, if only these
+    change and the step is scored again.
 
-    They are a weight with its moments, in all equal layers, or several such where only all of them gain. ``together`` has the
-    specs that they take instead, by path. ``path`` is the first, ``given`` its spec, ``instead`` the one that it takes.
-    ``source`` is the line of the op that gains most. Losses do not add up.
+    A group is a weight with its moments, in all equal layers, or several weights that gain only together. ``together`` has their
+    new specs, by path. ``path`` is the first of them, ``given`` its spec, ``instead`` its new one. ``source`` is the line of the
+    op that gains most. Gains do not add up.
     """
 
     path: str
@@ -65,10 +65,9 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
     """The losses of arguments, largest first, in a session whose pins hold all arguments; ``given`` is its price, ``best_s`` that
     with the best layouts inside. ``names`` are the names of the factors in specs.
 
-    They are those of the search, in its prices, unless the layouts that XLA infers cost more than all that other arguments could
-    gain with the best layouts inside. Then the steps are priced in which XLA infers them anew: with each suspect of the search
-    that counts beside the others, and, if these explain less than half of what XLA costs, with those that count most among all
-    that would move.
+    Gains are the search's, with the best layouts inside. If the layouts that XLA infers cost more than all of these gains, each
+    step is priced with the layouts that XLA infers from the new specs: for each suspect whose gain is at least 5% of the largest,
+    and, if these explain less than half of what XLA costs, for the one that gains most of all whose layout the best plan changes.
     """
     found, inferred_s = suspects(session), given.run.step_time_s - best_s
     start = PricedStep(session.at(found.start), session.extractor.decide(found.start))
@@ -165,7 +164,7 @@ def _sent_s(decisions: Decisions) -> Iterator[tuple[str, float]]:
 
 
 def unasked(mine: Iterable[PlannedCollective], plan: Iterable[PlannedCollective]) -> tuple[Unasked, ...]:
-    """The collectives that are not in the plan, by kind and source line, most bytes first."""
+    """The collectives that are not in the plan, by kind and source line, slowest first."""
     own, planned = _by_place(mine), _by_place(plan)
     result: list[Unasked] = []
     for (kind, source), collectives in own.items():
@@ -173,8 +172,8 @@ def unasked(mine: Iterable[PlannedCollective], plan: Iterable[PlannedCollective]
         more = sum(c.wire_bytes * c.times for c in collectives) - sum(c.wire_bytes * c.times for c in same)
         if more > CONSTANTS.rounding_bytes:
             seconds = sum(c.seconds * c.times for c in collectives) - sum(c.seconds * c.times for c in same)
-            result.append(Unasked(kind, more, source, max(collectives, key=lambda c: c.wire_bytes * c.times).tensor, seconds))
-    return tuple(sorted(result, key=lambda row: (-row.bytes, row.kind, row.source)))
+            result.append(Unasked(kind, more, source, max(collectives, key=lambda c: c.wire_bytes * c.times).arrays, seconds))
+    return tuple(sorted(result, key=lambda row: (-row.seconds, row.kind, row.source)))
 
 
 def _by_place(collectives: Iterable[PlannedCollective]) -> dict[tuple[Collective, str], Sequence[PlannedCollective]]:

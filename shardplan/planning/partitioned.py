@@ -26,7 +26,7 @@ def partitioned(session: Session, layouts: Mapping[int, Layout]) -> tuple[Sessio
     share of those values' bytes that lie so).
 
     Only tensors of equal layouts share a variable. An op is cut only as its operands or results are: a partitioner computes whole
-    what lies whole. Which copies are made is chosen as is best, whatever the memory limit, of which a partitioner knows nothing.
+    what is whole. Copies are chosen by cost alone: the memory limit is ignored, as XLA's partitioner ignores it.
     """
     own = session.problem
     layouts = _tied(session.graph, layouts)
@@ -133,30 +133,39 @@ def _refines(layout: Layout, inferred: Layout, over: Collection[int]) -> bool:
 
 def _cuts(problem: Problem, node: Node, domains: Sequence[Domain]) -> Cuts:
     """For each factor the loops of an op that may be cut over it: those along which it splits all that they index, if any; else
-    those along which it splits a result; else those along which it splits an operand, or none (-1).
+    those along which it splits a result; else those along which it splits an operand, or none (-1). A value of undecided layout
+    decides nothing: a loop that indexes no other may be cut, too.
     """
     signature, description = node.signature, node.signature.description
     sides = (*((t, False, i) for i, t in enumerate(node.inputs) if t >= 0), *((t, True, r) for r, t in enumerate(node.outputs)))
     split: list[set[tuple[bool, int, int]]] = [set() for _ in problem.sizes]
+    undecided: set[tuple[bool, int]] = set()
     for t, result, index in sides:
         v = problem.coarse.of[t]
-        if v != FREE:
+        if v != FREE and len(domains[v]) > 1:
+            undecided.add((result, index))
+        elif v != FREE:
             layout = problem.resharder.layout(problem.graph.tensors[t].shape, domains[v][0])
             for d, factors in enumerate(layout.dims):
                 for f in factors:
                     split[f].add((result, index, d))
 
-    def splits(f: int, loop: int) -> list[tuple[bool, bool]]:
-        """(whether it is a result, whether the factor splits it there) for each operand and result that the loop indexes."""
+    def splits(f: int, loop: int) -> list[tuple[bool, bool]] | None:
+        """(whether it is a result, whether the factor splits it there) for each operand and result that the loop indexes and
+        whose layout is decided; None if it indexes only others.
+        """
         strategy = signature.cut(loop, problem.sizes[f])
         placed = () if strategy is None else (*enumerate(strategy.operands), *enumerate(strategy.results))
         count = 0 if strategy is None else len(strategy.operands)
-        return [(n >= count, (n >= count, i, p.dim) in split[f]) for n, (i, p) in enumerate(placed) if isinstance(p, Split)]
+        indexed = [(n >= count, i, p.dim) for n, (i, p) in enumerate(placed) if isinstance(p, Split)]
+        known = [(result, (result, i, dim) in split[f]) for result, i, dim in indexed if (result, i) not in undecided]
+        return known if known or not indexed else None
 
     def may(f: int) -> frozenset[int]:
         found = {loop: splits(f, loop) for loop in range(0 if description is None else len(description.loops))}
         agreed = frozenset(loop for loop, own in found.items() if own and all(cut for _, cut in own))
-        given = frozenset(loop for loop, own in found.items() if (True, True) in own)
-        return agreed or given or frozenset({-1, *(loop for loop, own in found.items() if any(cut for _, cut in own))})
+        given = frozenset(loop for loop, own in found.items() if own and (True, True) in own)
+        some = (loop for loop, own in found.items() if own is None or any(cut for _, cut in own))
+        return agreed or given or frozenset({-1, *some})
 
     return tuple(may(f) for f in range(len(problem.sizes)))

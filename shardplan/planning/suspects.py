@@ -35,9 +35,9 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
-    """The groups that gain ``alone``, or together, largest first; and ``moved``, all that lie otherwise if all are free, each in
-    its layout there, in the order of what they gain alone. ``start`` is the solution with none free, ``seconds`` what it gains
-    if all are.
+    """The groups that gain ``alone``, or together, largest first; and ``moved``: every group whose layout changes when all are
+    free, with that layout, ordered by its gain alone. ``start`` is the solution with none free, ``seconds`` what it gains if all
+    are.
     """
 
     alone: tuple[Suspect, ...]

@@ -84,7 +84,7 @@ def collectives_of(
             tuple(factors[f].name for f in i.step.factors),
             i.times,
             i.seconds,
-            all_names.get(i.tensor, f"value {i.tensor}") + (f" and {len(i.along)} more" if i.along else ""),
+            all_names.get(i.tensor, f"value {i.tensor}"),
             str(i.source),
             i.step.program,
             i.hideable_s,

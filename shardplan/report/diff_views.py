@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.collectives.issued import PlannedCollective
 from shardplan.ir import Layout, spec_text
 from shardplan.plans.data import Argument, PlanData
 from shardplan.plans.files import AnyData
@@ -82,7 +81,7 @@ class View:
 
     def moving(self, paths: Set[str]) -> tuple[float, float]:
         """(all, exposed) seconds of the collectives that move these arguments, their gradients or their updates."""
-        own = [c for part in self.parts for c in part.plan.collectives if not paths.isdisjoint(_arguments_of(c))]
+        own = [c for part in self.parts for c in part.plan.collectives if not paths.isdisjoint(c.paths)]
         return sum(c.seconds * c.times for c in own), sum((c.seconds - c.hideable_s) * c.times for c in own)
 
 
@@ -128,9 +127,3 @@ def _on_groups(data: PlacedData) -> View:
 
 def _run(plan: PlanData) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in _RUN}
-
-
-def _arguments_of(collective: PlannedCollective) -> list[str]:
-    """The paths of the arguments whose values, gradients or updates a collective moves."""
-    first = collective.tensor.removesuffix(f" and {len(collective.along)} more") if collective.along else collective.tensor
-    return [name.removeprefix("gradient of ").removeprefix("update of ") for name in (first, *collective.along)]

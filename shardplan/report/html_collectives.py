@@ -54,7 +54,7 @@ def folded_collectives(collectives: Iterable[PlannedCollective]) -> tuple[Collec
     """The rows, slowest first. Their figures add up to the plan's."""
     rows: dict[object, _Row] = {}
     for c in collectives:
-        key = c.kind, c.axes, c.program, c.source, c.bytes, _folded(c.tensor)
+        key = c.kind, c.axes, c.program, c.source, c.bytes, _folded(c.arrays)
         rows.setdefault(key, _Row(c)).add(c)
     ordered = sorted(rows.values(), key=lambda r: (-r.seconds, r.first.kind.value, r.first.source, r.first.tensor))
     return tuple(map(_finished, ordered))
@@ -80,8 +80,7 @@ def _finished(row: _Row) -> CollectiveRow:
 
 def _names(c: PlannedCollective) -> Iterator[str]:
     """The names of the arrays that move; a value between ops has none."""
-    first = re.sub(r" and \d+ more$", "", c.tensor)
-    return (name for name in (first, *c.along) if not name.startswith("value "))
+    return (name for name in (c.tensor, *c.along) if not name.startswith("value "))
 
 
 def _folded(name: str) -> str:

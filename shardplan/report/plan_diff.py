@@ -248,7 +248,7 @@ def _sent(own: View) -> dict[_Key, tuple[float, float]]:
     found: dict[_Key, tuple[float, float]] = {}
     for part in own.parts:
         for c in part.plan.collectives:
-            tensor = f"value of {_function(c.source)}" if c.tensor.startswith("value ") else c.tensor
+            tensor = f"value of {_function(c.source)}" if c.tensor.startswith("value ") else c.arrays
             key = (part.group, str(c.kind), c.axes, tensor)
             before = found.get(key, (0.0, 0.0))
             found[key] = before[0] + c.seconds * c.times, before[1] + c.wire_bytes * c.times

@@ -256,7 +256,7 @@ def collective_rows(plan: PlanData) -> list[dict[str, Any]]:
         row["wire_bytes"] += c.wire_bytes * c.times
         row["seconds"] += c.seconds * c.times
         if c.seconds * c.times > row["_most"]:
-            row["_most"], row["largest"], row["source"] = c.seconds * c.times, c.tensor, c.source
+            row["_most"], row["largest"], row["source"] = c.seconds * c.times, c.arrays, c.source
     rows = sorted(found.values(), key=lambda r: (-r["seconds"], r["kind"], r["axes"], r["program"]))
     return [{k: v for k, v in row.items() if k != "_most"} for row in rows]
 

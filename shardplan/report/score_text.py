@@ -46,22 +46,22 @@ def _remarks(score: Score) -> str:
         patterns = [g.pattern for g in grouped(dict.fromkeys(score.replicated))]
         named = ", ".join(patterns[:3])
         count = len(score.replicated)
-        some = f"{count} arguments without a spec lie" if count > 1 else "One argument without a spec lies"
-        lines.append(f"{some} whole on every device: {named}{', ...' if len(patterns) > 3 else ''}.")
+        some = f"{count} arguments without a spec are" if count > 1 else "One argument without a spec is"
+        lines.append(f"{some} replicated: {named}{', ...' if len(patterns) > 3 else ''}.")
     if score.constraints == "ignore":
         lines.append("The step's own sharding constraints are left out.")
-    return "\n".join([*lines, f"The arguments lie as you say, {_inside(score)}."])
+    return "\n".join([*lines, f"Arguments have your shardings; {_inside(score)}."])
 
 
 def _inside(score: Score) -> str:
-    """How all values but the arguments lie."""
+    """What the layouts of all values but the arguments are."""
     if not score.inferred:
-        return "all other values as is best with them, so XLA may do worse"
+        return "all other layouts are the best ones with them, so XLA may do worse"
     if score.inferred_share == 1:
-        return "all other values as XLA's partitioner infers from that"
+        return "XLA's partitioner infers all other layouts"
     percent = min(99.9, math.floor(1000 * score.inferred_share) / 10)
-    part = f"{percent:g}% of the bytes of other values as XLA's partitioner infers from that"
-    return f"{part}, the rest otherwise, so XLA may do worse"
+    part = f"XLA's partitioner infers the layouts of other values, {percent:g}% of their bytes"
+    return f"{part}; the rest have the best layouts, so XLA may do worse"
 
 
 def _figures(score: Score) -> str:
@@ -133,11 +133,11 @@ def _losses(score: Score) -> str:
         most = seconds(max(loss.seconds for loss in rest)), size(max(loss.bytes for loss in rest))
         rows[shown:] = [[f"{len(rest)} others, each at most", None, None, *most, None]]
     heading = "What a step gains if only these arguments are sharded differently (gains do not add up):\n\n"
-    return heading + table(["arguments", "yours", "instead", "gains", "sends less", "most of it at"], rows)
+    return heading + table(["arguments", "yours", "instead", "gains", "sends less", "largest part at"], rows)
 
 
 def _named(loss: Loss) -> str:
-    """The arguments of a loss: the first ones, and how many lie otherwise with them."""
+    """The arguments of a loss: the first ones, and how many others change with them."""
     first = grouped(loss.together)[0]
     others = len(loss.together) - len(first.paths)
     return f"{first.pattern} (with {others} other{'s' if others > 1 else ''})" if others else first.pattern
@@ -149,7 +149,7 @@ def _unasked(score: Score) -> str:
     rows: list[list[object]] = [
         [row.kind.value, size(row.bytes), seconds(row.seconds), row.tensor, row.source] for row in score.unasked
     ]
-    shown = _shown([row.bytes for row in score.unasked])
+    shown = _shown([row.seconds for row in score.unasked])
     if rest := score.unasked[shown:]:
         left = size(sum(row.bytes for row in rest)), seconds(sum(row.seconds for row in rest))
         rows[shown:] = [[f"{len(rest)} others", *left, None, None]]

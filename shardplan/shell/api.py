@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -297,7 +297,7 @@ def _checked_primitives(names: Sequence[str], program: Program, devices: int) ->
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise ShardplanError(f"replicate={names!r}: give names of primitives, or () for none")
     names = (names,) if isinstance(names, str) else tuple(names)
-    used = set(_primitives(program))
+    used = {op.primitive for op in program.every_op()}
     for name in names:
         if name not in used and name not in _jax.primitives():
             raise ShardplanError(f"replicate names {name!r}, which is not a primitive{nearest(name, sorted(used))}")
@@ -306,19 +306,10 @@ def _checked_primitives(names: Sequence[str], program: Program, devices: int) ->
 
 def _check_compiled(program: Program) -> None:
     """Refuses a program with an op that XLA compiles for one device only."""
-    for op in program.ops:
+    for op in program.every_op():
         remedy = uncompiled(op.primitive)
         if remedy is not None:
             raise UncompiledPrimitiveError(op.primitive, str(op.source), remedy)
-        for body in op.bodies:
-            _check_compiled(body)
-
-
-def _primitives(program: Program) -> Iterator[str]:
-    for op in program.ops:
-        yield op.primitive
-        for body in op.bodies:
-            yield from _primitives(body)
 
 
 def pin_entries(pins: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, ...]]:

@@ -55,21 +55,24 @@ def assert_communication_at_most(plan: Plan | PlacedPlan, limit: int | str) -> N
 def assert_no_collective(plan: Plan | PlacedPlan, pattern: str = "*", kind: str | None = None) -> None:
     """Fails if the plan moves an array whose path or source line matches the glob ``pattern``, by any collective or one ``kind``.
 
-    Kinds are those of `Plan.collectives`: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", ...
+    The gradient and the update of an argument have its path. Kinds are those of `Plan.collectives`: "all-reduce", "all-gather",
+    "reduce-scatter", "all-to-all", ...
 
     Raises:
         AssertionError: with these collectives.
-        ShardplanError: for a kind that does not exist.
+        ShardplanError: for a kind that does not exist, or a pattern that matches no path and no source line of the step.
     """
     __tracebackhide__ = True
     kinds = [str(known.value) for known in Collective]
     if kind is not None and kind not in kinds:
         raise ShardplanError(f"there is no collective {kind!r}{nearest(kind, kinds)}: kinds are written as in plan.collectives")
-    found = [
-        c
-        for c in plan.collectives
-        if kind in (None, str(c.kind)) and any(fnmatch.fnmatchcase(text, pattern) for text in (c.tensor, c.source, *c.along))
-    ]
+    known = _places(plan)
+    if not fnmatch.filter(known, pattern):
+        raise ShardplanError(
+            f"{pattern!r} matches no path of an argument or a result, and no source line of the step{nearest(pattern, known)}"
+        )
+    moved = [c for c in plan.collectives if kind in (None, str(c.kind))]
+    found = [c for c in moved if any(fnmatch.fnmatchcase(text, pattern) for text in (c.tensor, c.source, *c.paths))]
     if found:
         wanted = f"no {kind or 'collective'} of {pattern!r} was expected"
         raise AssertionError(f"{wanted}, the plan has {len(found)}\n{_collectives_text(found)}")
@@ -102,10 +105,17 @@ def assert_plan_unchanged(plan: Plan | PlacedPlan, file: str | PathLike[str], *,
         raise AssertionError(f"{text}\n\npytest --update-plans takes the plan of today for the right one")
 
 
+def _places(plan: Plan | PlacedPlan) -> list[str]:
+    """What a pattern may match: paths of arguments and results, source lines, and the names of values that collectives move."""
+    program = plan.traced.program
+    lines = dict.fromkeys(str(op.source) for op in program.every_op())
+    return [*program.input_paths, *program.output_paths, *lines, *(c.tensor for c in plan.collectives)]
+
+
 def _collectives_text(collectives: Iterable[PlannedCollective]) -> str:
     """The collectives that send most, one line each: kind, axes, bytes on the wire in a step, array, source line."""
     rows = sorted(collectives, key=lambda c: (-c.wire_bytes * c.times, c.tensor, c.source))
-    names = ["-" if c.tensor.startswith("value ") else c.tensor for c in rows]
+    names = ["-" if c.tensor.startswith("value ") else c.arrays for c in rows]
     shown = [
         [f"{c.kind} over {' x '.join(c.axes)}", size(c.wire_bytes * c.times), name, c.source]
         for c, name in zip(rows[:_SHOWN], names, strict=False)

@@ -13,7 +13,6 @@ from shardplan.errors import ShardplanError, TraceError, UncheckedError
 from shardplan.frontend.nnx_state import trace_step
 from shardplan.frontend.trace import Traced
 from shardplan.graph import Graph, flatten
-from shardplan.ir import Program
 from shardplan.plans.data import PlanData
 from shardplan.plans.fitted import program_of
 from shardplan.plans.placed_data import PlacedData
@@ -89,17 +88,9 @@ def _copy(plan: Shrinkable, fewer: Sequence[Fewer]) -> Shrinkable:
         ShardplanError: if the step does not run on them or has other ops there, or if the choices do not fit.
     """
     traced = trace_step(plan.step, smaller(plan.traced, fewer), plan.donate_argnums)
-    if list(_primitives(traced.program)) != list(_primitives(plan.traced.program)):
+    if [op.primitive for op in traced.program.every_op()] != [op.primitive for op in plan.traced.program.every_op()]:
         raise TraceError("on these shapes the step has other ops")
     return plan.on_shapes(traced)
-
-
-def _primitives(program: Program) -> Iterator[str]:
-    """The primitive of each op; the ops of a body follow their op."""
-    for op in program.ops:
-        yield op.primitive
-        for body in op.bodies:
-            yield from _primitives(body)
 
 
 def _ways(plan: Shrinkable) -> tuple[Graph, Ways]:

@@ -58,7 +58,7 @@ def narrows(program: Program) -> bool:
     def narrower(op: Op) -> bool:
         return op.handle is not None and (_makes_narrower(op.handle) or _adds_narrow(op.handle))
 
-    return any(narrower(op) or any(narrows(body) for body in op.bodies) for op in program.ops)
+    return any(narrower(op) for op in program.every_op())
 
 
 def narrowed(step: Callable[..., Any], seed: Any) -> Callable[..., Any]:

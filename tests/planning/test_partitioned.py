@@ -149,7 +149,7 @@ def test_the_share_that_is_inferred_is_reported(monkeypatch: pytest.MonkeyPatch)
     part = found()
     assert part.inferred
     assert 0 < part.inferred_share < 1
-    assert "% of the bytes of other values as XLA's partitioner infers from that, the rest otherwise" in score_text(
+    assert "% of their bytes; the rest have the best layouts" in score_text(
         part, title="a"
     )
     monkeypatch.setattr("shardplan.shell.score.inferred_layouts", apart)
@@ -172,6 +172,21 @@ def test_the_results_of_a_kernel_are_inferred_from_its_formula() -> None:
         layouts = inferred_layouts(plan.planned, plan.traced, plan.flat_in_specs)
     (kernel,) = [node for node in plan.graph.nodes if node.signature.attends]
     assert layouts[kernel.outputs[0]] == Layout(((0,), (), (1,), ()))
+
+
+def test_ops_between_values_of_unknown_layout_are_cut_like_their_neighbours() -> None:
+    """XLA makes one transposition of two, so that nobody says how the value between them lies."""
+
+    def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.tanh(jnp.transpose(jnp.transpose(jnp.transpose(x @ w, (2, 0, 1)), (2, 0, 1)), (2, 1, 0))))
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    shapes = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 16, 256), "float32")
+    score = shardplan.score(turned, *shapes, cluster="2x4", in_shardings=(P(), P(BOTH)))
+    weight = 256 * 256 * 4
+    assert score.inferred and score.communication_bytes == pytest.approx(2 * weight * 7 / 8)
 
 
 def test_what_a_step_prints_does_not_hinder_the_inference() -> None:

@@ -66,7 +66,7 @@ def test_the_report_names_the_losses(files: Path, capsys: pytest.CaptureFixture[
     assert "times as long as under the plan" in out
     assert "What a step gains if only these arguments are sharded differently" in out
     assert "Collectives that the plan does not have" in out
-    assert "without a spec lie whole on every device: state/optimizer/0/count" in out
+    assert "without a spec are replicated: state/optimizer/0/count" in out
 
 
 FILES = [

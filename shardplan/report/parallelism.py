@@ -53,7 +53,8 @@ def tried_text(plan: PlanData) -> str:
     if len(searched) < 2:
         return ""
     left = len(plan.tried) - len(searched)
-    text = f"searched: {'; '.join(map(_tried, searched))}" + (f"; {left} left out" if left else "")
+    when = ", before scheduling" if plan.backend == "explicit" else ""
+    text = f"searched{when}: {'; '.join(map(_tried, searched))}" + (f"; {left} left out" if left else "")
     return text + _why(plan, searched)
 
 

@@ -140,7 +140,9 @@ def spent_text(plan: PlanData) -> str:
     """The step's seconds and their parts."""
     spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
     if plan.time_model == "overlap":
-        spent += f" ({seconds(plan.exposed_s)} of it exposed)"
+        slowed_s = plan.step_time_s - plan.compute_s - plan.exposed_s - plan.host_s
+        beside = f"; the rest slows compute by {seconds(slowed_s)}" if slowed_s > NEAR * plan.step_time_s else ""
+        spent += f" ({seconds(plan.exposed_s)} of it exposed{beside})"
     spent += f", copies from host memory and back {seconds(plan.host_s)}" if plan.host_s else ""
     return f"{seconds(plan.step_time_s)}: {spent}"
 

@@ -117,6 +117,7 @@ def test_a_registered_function_is_one_op_forward_and_backward(eager: Any) -> Non
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_what_is_partial_after_a_call_is_summed(eager: Any) -> None:
     register_flash()
     step, args = attention_step()
@@ -137,6 +138,7 @@ def test_a_registered_function_that_is_not_differentiated_is_one_op(eager: Any) 
     assert verify(plan, step, args, backend="specs").passed
 
 
+@pytest.mark.slow
 def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
     register_flash()
     step, args = attention_step(remat=True)
@@ -148,6 +150,7 @@ def test_a_call_that_remat_has_cut_down_is_seen_through(eager: Any) -> None:
     assert verify(plan, step, args, backend="specs").passed
 
 
+@pytest.mark.slow
 def test_a_registered_function_in_a_loop_is_one_op_of_its_body(eager: Any) -> None:
     register_flash()
 

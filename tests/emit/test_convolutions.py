@@ -52,7 +52,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["dilated", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "dilated")]
+)
 def test_a_convolution_is_right_however_it_is_cut(name: str) -> None:
     step, kernel, image, cluster, seeds = CASES[name]
     args = normal(0, *kernel), normal(1, *image)

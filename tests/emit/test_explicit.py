@@ -42,7 +42,7 @@ HAVE = {
 }
 
 
-LONG = ("moe", "lenet", "llama")
+LONG = ("moe", "lenet", "llama", "rnn", "two_tower")
 """The models that take longest: the suite of every change leaves them out."""
 
 MERGED = {"unet": 144.0}

@@ -26,7 +26,7 @@ def draw(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("groups", [pytest.param(4, marks=pytest.mark.slow), 8, 32])
+@pytest.mark.parametrize("groups", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 32])
 def test_shares_are_as_large_as_predicted_and_right(groups: int, stride: int, devices: list[Any]) -> None:
     def step(kernel: jax.Array, x: jax.Array) -> jax.Array:
         def loss(kernel: jax.Array) -> jax.Array:

@@ -188,6 +188,7 @@ def test_lookups_wait_for_each_other() -> None:
     assert late, "no value stays partial"
 
 
+@pytest.mark.slow
 def test_leaving_out_any_one_exchange_of_shares_is_noticed() -> None:
     """Halos and sums of convolutions cut in space."""
 

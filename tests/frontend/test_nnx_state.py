@@ -191,6 +191,7 @@ def test_two_modules_alike_keep_each_its_own_state(devices: list[Any]) -> None:
     assert back == [None, "average/kernel", "model/kernel"]
 
 
+@pytest.mark.slow
 def test_what_is_static_is_part_of_the_plan(devices: list[Any]) -> None:
     step = shardplan.parallelize("2x4", devices=devices)(train)
     for rate in (0.0, 1.0):
@@ -233,6 +234,7 @@ def test_init_says_that_it_makes_one_argument(devices: list[Any]) -> None:
     assert isinstance(plan.init(lambda: made()[1], argument=1, devices=devices), nnx.Optimizer)
 
 
+@pytest.mark.slow
 def test_a_plan_of_objects_is_saved_and_loaded(tmp_path: Path, devices: list[Any]) -> None:
     plan = shardplan.plan(train, *made(), X, cluster="2x4")
     plan.save(tmp_path / "plan.json")

@@ -145,6 +145,7 @@ def test_a_process_that_dies_is_a_finding_and_the_next_program_has_a_new_one() -
         assert worker.judge(Program(arguments, (lives,), ("x0",))) == Finding("equal", communicates=False)
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_run_at_all_is_told_from_a_fault_of_the_planner() -> None:
     value = Value((8,), "float32", False)
     odd = Instruction("x0", "odd", "{0} @ jnp.ones((3, 3))", ("a0",), value)

@@ -368,6 +368,7 @@ def test_every_stored_value_is_written_before_it_is_read(name: str) -> None:
                 assert traffic_of(maker).writes[slot], (node.op, maker.op)
 
 
+@pytest.mark.slow
 def test_equal_layers_share_signatures() -> None:
     step, args = gpt.train_step(**{**TINY["gpt"], "layers": 6})
     graph = flat(step, *args)

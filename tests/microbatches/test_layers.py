@@ -392,9 +392,9 @@ def stacked(layers: int) -> Tree:
     ("step", "state"),
     [
         (only_layers, stacked(4)),
-        (rates_of_layers, (stacked(4), jnp.full((4,), 0.1))),
-        (counters_of_layers, (stacked(4), jnp.arange(4))),
-        (an_unused_array, (stacked(4), jnp.ones((4, 3)))),
+        pytest.param(rates_of_layers, (stacked(4), jnp.full((4,), 0.1)), marks=pytest.mark.slow),
+        pytest.param(counters_of_layers, (stacked(4), jnp.arange(4)), marks=pytest.mark.slow),
+        pytest.param(an_unused_array, (stacked(4), jnp.ones((4, 3))), marks=pytest.mark.slow),
         (frozen_layers, ({"bias": stacked(4)["bias"]}, stacked(4))),
     ],
     ids=["layers", "rates", "counters", "unused", "frozen"],
@@ -408,6 +408,7 @@ def test_every_array_of_layers_lies_in_all_stages(step: Any, state: Any) -> None
     assert found.passed, found
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_other_dims_are_told_apart() -> None:
     def step(w: Tree, x: jax.Array) -> Any:
         def loss(w: Tree) -> jax.Array:

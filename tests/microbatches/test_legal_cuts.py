@@ -92,7 +92,7 @@ def layers(p: State, state: State, real: jax.Array) -> jax.Array:
     [
         pytest.param(squares(BATCH), (), marks=pytest.mark.slow),
         pytest.param(squares(45), (), marks=pytest.mark.slow),
-        (made_of_noise, ()),
+        pytest.param(made_of_noise, (), marks=pytest.mark.slow),
         pytest.param(normalized, (), marks=pytest.mark.slow),
         (three_kinds, ()),
         pytest.param(with_penalty, (), marks=pytest.mark.slow),

@@ -55,6 +55,7 @@ def test_a_step_in_microbatches_holds_less_at_once() -> None:
     assert parts < 0.7 * whole
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_among_devices_once_and_not_in_each_microbatch() -> None:
     step, args = mlp.train_step()
     plan = shardplan.plan(step, *args, cluster=machine("8:slow"), microbatches=4).as_baseline("data parallel")
@@ -247,6 +248,7 @@ def test_microbatches_that_cannot_be_are_named(options: dict[str, Any], message:
         shardplan.plan(linear, W, X, cluster="2", **options)
 
 
+@pytest.mark.slow
 def test_a_plan_in_microbatches_is_saved_and_loaded(tmp_path: Any) -> None:
     step, args = mlp.train_step(concrete=True)
     plan = shardplan.plan(step, *args, cluster="2", microbatches=4)

@@ -34,7 +34,7 @@ TINY = {
     "rnnlm": {"layers": 1, "hidden": 16, "steps": 2, "batch": 8},
     "nmt": {"layers": 1, "hidden": 16, "steps": 2, "batch": 8},
 }
-HEAVY = ("alexnet", "inception", "resnet", "rnntc", "rnnlm", "nmt")
+LONG = ("gpt_linen", "unet", "vit", "wresnet", "alexnet", "inception", "resnet", "rnntc", "rnnlm", "nmt")
 """Those of the tiny models that take long, or whose layers other models have too."""
 VARIANTS = [
     *TINY.items(),
@@ -74,15 +74,15 @@ VARIANTS = [
 
 
 def each_tiny() -> list[Any]:
-    """Each tiny model; heavy ones are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in TINY]
+    """Each tiny model; those that take longest to compile, or resemble another, are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in TINY]
 
 
 def tiny_on(machines: Sequence[str]) -> list[Any]:
-    """Each tiny model with one of these machines in turn; those that take longest to compile, or resemble another, are slow."""
+    """Each tiny model with one of these machines in turn."""
     return [
-        pytest.param(name, on, marks=[pytest.mark.slow] if name in ("gpt_linen", "unet", "vit", "wresnet", *HEAVY) else [])
-        for name, on in zip(TINY, itertools.cycle(machines), strict=False)
+        pytest.param(*model.values, on, marks=model.marks)
+        for model, on in zip(each_tiny(), itertools.cycle(machines), strict=False)
     ]
 
 
@@ -105,7 +105,9 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(*v, marks=pytest.mark.slow) if v[0] in ("inception", "wresnet") else v for v in VARIANTS]
+)
 def test_the_state_that_comes_out_has_the_tree_and_types_that_went_in(name, options):
     step, (state, batch) = factory(name)(**options)
     after, loss = jax.eval_shape(step, state, batch)

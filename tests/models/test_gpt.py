@@ -10,6 +10,7 @@ from models import gpt, gpt_linen, llama, vit
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 32, "sequence": 8, "batch": 4}
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_linen_blocks_are_one_function_of_the_same_weights():
     two = {**TINY, "layers": 2}
     _, (state, batch) = gpt_linen.train_step(**two, concrete=True)
@@ -68,6 +69,7 @@ def test_dropout_is_a_function_of_the_state(module):
     assert float(step(after, batch)[1]) != float(loss)
 
 
+@pytest.mark.slow
 def test_mixed_precision_computes_in_bfloat16_from_float32_parameters():
     _, (state, batch) = gpt_linen.train_step(**TINY, concrete=True)
     _, (mixed, _) = gpt_linen.train_step(**TINY, dtype="bfloat16")

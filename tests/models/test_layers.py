@@ -165,6 +165,7 @@ def test_time_steps_are_one_function_scanned_or_with_their_own_heads(variant):
     np.testing.assert_allclose(apply(options, params, tokens), other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_translation_reads_all_of_its_source_and_what_it_has_said_so_far():
     options = nmt.NMTOptions(layers=1, hidden=8, steps=3, batch=1)
     params = nmt.init_params(options, jax.random.key(0))

@@ -25,7 +25,7 @@ def check(name: str, on: str, options: dict[str, Any], steps: int) -> None:
     assert found.passed, found
 
 
-LONG = ("gpt", "llama", "moe", "rnn")
+LONG = ("gpt", "llama", "moe", "rnn", "lenet", "two_tower")
 """The partitioner takes longest to compile these; the explicit backend runs all but the experts among the quick tests."""
 
 

@@ -131,6 +131,7 @@ def test_a_device_with_less_memory_keeps_its_own_limit() -> None:
     assert made.problem.machine.memory_bytes.tolist() == [40 * 2**30, 2**30, 40 * 2**30, 40 * 2**30]
 
 
+@pytest.mark.slow
 def test_what_a_step_allows_holds_for_its_placement_and_the_plan_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     """A primitive without a description, and an argument whose buffers are reused."""
 
@@ -191,6 +192,7 @@ def test_the_planners_price_stands_beside_the_simulated_plan(capsys: pytest.Capt
     assert json.loads(out)["schedule_s"] is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_cuts_nothing_is_simulated_on_one_device() -> None:
     step, args = load_target("models.mlp:train_step", {})
     planned = shardplan.plan(step, *args, cluster="2x2")

@@ -21,7 +21,8 @@ from shardplan.placement.starts import random_strategy
 from shardplan.simulate.engine import Stream, TaskGraph, simulate
 from tests.placement.problems import problem
 
-CASES = [("mlp", "flexflow-k80:1"), ("gpt", "flexflow-p100:1"), ("rnn", "2x2"), ("rnn", "flexflow-k80:2"), ("mlp", "2x4")]
+LONG = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", "flexflow-p100:1"), ("rnn", "flexflow-k80:2"))]
+CASES = [("mlp", "flexflow-k80:1"), ("rnn", "2x2"), ("mlp", "2x4"), *LONG]
 UNEQUAL = [("mlp", "unequal"), ("rnn", "unequal")]
 
 

@@ -21,6 +21,7 @@ def test_the_loops_of_a_dense_layer_are_its_samples_and_parameters() -> None:
     assert _loops("mlp", layers=2) == {"layer_0/kernel": [(64, "S"), (64, "P")], "layer_1/kernel": [(64, "S"), (16, "P")]}
 
 
+@pytest.mark.slow
 def test_a_convolution_is_cut_over_places_too() -> None:
     """FlexFlow, Table 2: a 2D convolution has the attributes height and width, and its channels are parameters."""
     assert _loops("wresnet")["stem/kernel"] == [(16, "S"), (8, "A"), (8, "A"), (64, "P")]

@@ -30,7 +30,12 @@ class Heard:
 SMALL = gpt.train_step(layers=1, width=64, batch=16)
 
 
-@pytest.mark.parametrize("options", [{}, {"time_model": "sum"}, {"backend": "specs"}, {"axes": {"data": 4, "tensor": 2}}])
+OTHERS: list[dict[str, Any]] = [{}, {"time_model": "sum"}, {"backend": "specs"}]
+
+
+@pytest.mark.parametrize(
+    "options", [{"axes": {"data": 4, "tensor": 2}}, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
+)
 def test_the_last_that_is_heard_is_the_plan(options: dict[str, Any]) -> None:
     heard, (step, args) = Heard(), SMALL
     cluster = machine("2x4:slow")
@@ -49,6 +54,7 @@ def test_the_bound_is_one_of_the_plan() -> None:
     assert max(least_s for _, least_s in heard.plans) == pytest.approx(plan.lower_bound_s)
 
 
+@pytest.mark.slow
 def test_a_better_plan_is_heard_as_it_is_found() -> None:
     heard, (step, args) = Heard(), SMALL
     shardplan.plan(step, *args, cluster=machine("8:slow"), observer=heard, backend="specs")
@@ -57,6 +63,7 @@ def test_a_better_plan_is_heard_as_it_is_found() -> None:
     assert len(set(found)) > 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_no_plan() -> None:
     heard, (step, args) = Heard(), SMALL
     with pytest.raises(shardplan.errors.MemoryLimitError):

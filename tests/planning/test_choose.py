@@ -87,6 +87,7 @@ def _check_bounds(plan: shardplan.Plan, near: float | None = None) -> None:
         assert statistics.median(parts) > near
 
 
+@pytest.mark.slow
 def test_a_weight_gathered_again_is_counted_again() -> None:
     """FSDP gathers each matrix in both passes, and a schedule does so twice."""
     step, args = gpt.train_step(layers=2, width=1024, sequence=256, batch=32)

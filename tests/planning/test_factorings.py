@@ -117,6 +117,7 @@ def test_the_best_of_all_factorings_is_found(recipe: steps.Recipe, shape: str, g
 
 @settings(max_examples=24)
 @given(recipe=steps.recipes(), where=st.sampled_from(sorted(PLACES)), gbps=st.sampled_from([2.0, 10.0, 50.0]))
+@pytest.mark.slow
 def test_the_best_placement_is_found(recipe: steps.Recipe, where: str, gbps: float) -> None:
     """Where it matters which devices form a group: every layout of every factoring holds every placement of a level's parts."""
     check_against_every_factoring(recipe, placed(where, gbps))

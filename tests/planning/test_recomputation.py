@@ -72,7 +72,7 @@ def is_well_formed(program: Program) -> bool:
     return True
 
 
-@pytest.mark.parametrize("policy", ["all", "light"])
+@pytest.mark.parametrize("policy", ["all", pytest.param("light", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_program_computes_again_and_hands_over_less(scan: bool, policy: Any) -> None:
     before = program_of(*gpt.train_step(**DEEP, scan=scan, dropout=0.1))
@@ -220,6 +220,7 @@ def test_an_option_that_is_not_there() -> None:
         shardplan.plan(*mlp.train_step()[:1], *mlp.train_step()[1], cluster="8", remat="some")
 
 
+@pytest.mark.slow
 def test_a_file_with_parts_of_another_step_is_refused(tmp_path: Path) -> None:
     (step, args, _), plan = model(True), tight(True)
     odd = replace(plan.remat.parts[0], loop=(10**6, 10**6))
@@ -230,6 +231,7 @@ def test_a_file_with_parts_of_another_step_is_refused(tmp_path: Path) -> None:
         shardplan.load(tmp_path / "plan.json", step, *args)
 
 
+@pytest.mark.slow
 def test_a_step_that_returns_a_number_of_numpy() -> None:
     """A constant result need not be hashable."""
 

@@ -96,6 +96,7 @@ def test_tied_embeddings_and_a_clipped_norm_cross_stages() -> None:
     assert verify(pipeline(step, args, "2x2:eager", 2, stage=2), step, args).passed
 
 
+@pytest.mark.slow
 def test_a_tied_weight_s_gradients_cross_once_a_step() -> None:
     """Each stage adds up its own terms; their sums meet behind the loop over microbatches."""
     step, args = gpt.train_step(layers=4, tied=True)
@@ -367,6 +368,7 @@ def test_a_limit_below_the_fastest_plan_costs_little_more_than_a_lower_one() -> 
     assert below.step_time_s < 1.05 * lower.step_time_s
 
 
+@pytest.mark.slow
 def test_stages_of_weights_are_planned_for_what_the_order_of_the_step_needs() -> None:
     """Their own plans hold old and new weights beside the gradients; in the step, new weights take the place of gradients."""
 

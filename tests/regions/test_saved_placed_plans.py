@@ -241,6 +241,7 @@ def test_the_bubble_is_drawn_and_explained(pipeline: shardplan.PlacedPlan, tmp_p
         pipeline.explain("state/params/layer_9/kernel")
 
 
+@pytest.mark.slow
 def test_the_commands_save_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, step = str(tmp_path / "plan.json"), ["models.mlp:train_step", "--set", "layers=3"]
     assert main(["plan", *step, "--cluster", "2x2", "--axes", "stage=2", "--microbatches", "4", "-o", file]) == 0

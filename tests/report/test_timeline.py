@@ -197,6 +197,7 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(shown: Timeli
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_object_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [f"--set={name}={value}" for name, value in {**OPTIONS, "layers": 1, "width": 64}.items()]
     files = {"-o": tmp_path / "t.json", "--png": tmp_path / "t.png"}

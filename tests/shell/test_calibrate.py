@@ -60,6 +60,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[Any]) ->
     return tmp_path / "cache"
 
 
+@pytest.mark.slow
 def test_a_calibration_writes_a_profile_that_plans_take(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(here, 4)  # not the contention, which is measured: on a busy machine its repeats spread by any amount
     assert main([*calibrate(here, "--devices", "4", "--spread", "1000"), "-o", "profile.json", "--json"]) == 0
@@ -161,6 +162,7 @@ def test_a_bound_is_a_part_above_zero(here: Path, option: str, value: str, capsy
     assert option in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_profile_and_a_whole_cache(here: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "shardplan", *calibrate(here, "--devices", "2"), "-o", "profile.json"]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:

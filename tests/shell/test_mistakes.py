@@ -261,6 +261,7 @@ def test_an_interrupt_is_said_in_one_line(words: list[str], says: str, code: str
     assert capsys.readouterr().err.startswith(f"shardplan: interrupted {says}")
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_python_drops_is_heard_again(capsys: pytest.CaptureFixture[str]) -> None:
     """As in a callback of the garbage collector, out of which no exception comes."""
 

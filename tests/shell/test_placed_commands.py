@@ -46,6 +46,7 @@ def test_its_json_has_every_run_with_its_seconds(run: Callable[..., tuple[int, s
     assert plan["step_time_s"] == max(i["end_s"] for i in plan["issues"])
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_verified(run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("verify", *MLP, "--axes", "stage=2", "--microbatches", "4", "--json")
     assert code == 0

@@ -43,6 +43,7 @@ def rows(plan: Any) -> dict[str, Any]:
     return {row.what: row for row in plan.placements_tried}
 
 
+@pytest.mark.slow
 def test_stages_win_where_nodes_are_far_apart() -> None:
     step, args = deep(concrete=True)
     plan = shardplan.plan(step, *args, cluster=slow_nodes(), placement="auto", donate_argnums=(0,))

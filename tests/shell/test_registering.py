@@ -43,7 +43,13 @@ def kernels() -> tuple[Any, Any, Any]:
     return fused, fused_forward, fused_backward
 
 
-@pytest.mark.parametrize("pins", [{"x": P(("node", "gpu"))}, {"x": P(None, "gpu")}], ids=["batch", "queries"])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        pytest.param({"x": P(("node", "gpu"))}, id="batch", marks=pytest.mark.slow),
+        pytest.param({"x": P(None, "gpu")}, id="queries"),
+    ],
+)
 def test_a_step_with_a_registered_kernel_runs_as_on_one_device(pins: Any, devices: list[Any]) -> None:
     fused, forward, backward = kernels()
     shardplan.register(fused, like=attention, example=EXAMPLE)

@@ -139,6 +139,7 @@ def drawn_layout(rng: random.Random, over: tuple[Factor, ...], shape: tuple[int,
     return Layout(tuple(map(tuple, dims)))
 
 
+@pytest.mark.slow
 def test_every_program_between_two_layouts_moves_every_value() -> None:
     """Drawn layouts over drawn factorings of the same devices; no program gathers more than the larger of both blocks."""
     rng, run = random.Random(0), 0
@@ -220,6 +221,7 @@ def test_blocks_are_those_of_jax(old: shardplan.Plan) -> None:
         assert dict(side.blocks(argument.shape, argument.layout)) == boxes
 
 
+@pytest.mark.slow
 def test_nnx_objects_move() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

@@ -101,6 +101,7 @@ def test_rates_are_exact_but_for_one_tick_a_change(seed: int, compute: int, link
 @pytest.mark.skipif(compiled(event_loop.FUNCTIONS) is None, reason="Numba is not installed")
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from([3, 10**9]), st.sampled_from([1.0, 1.3, 2.7]))
+@pytest.mark.slow
 def test_the_compiled_loop_gives_the_same_bits(seed: int, works: int, factor: float) -> None:
     tasks = graph(drawn(seed, TWO, works=works, count=150), TWO)
     plain, fast = (simulate(tasks, Contention(factor, 1.3), engine) for engine in ("python", "numba"))

@@ -102,6 +102,7 @@ def test_a_step_of_the_recursion_costs_no_more_than_the_next(sizes: list[int], c
 
 @settings(max_examples=25, deadline=None)
 @given(chains, st.sampled_from(["2x2", "4x4"]))
+@pytest.mark.slow
 def test_the_joint_solve_sends_no_more_than_the_recursion(sizes: list[int], cluster: str) -> None:
     """Theorem 5 says no less either, for costs that are sums over the steps; a move priced whole over both can be cheaper."""
     solver = solver_of(product, [like(a, b) for a, b in itertools.pairwise(sizes)], cluster)

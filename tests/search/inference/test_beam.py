@@ -237,6 +237,7 @@ def test_the_least_of_ops_is_that_of_their_tables(recipe: steps.Recipe, data: st
         assert problem.ops.least(v, domains).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_a_price_on_bytes_is_charged_to_ops_with_a_variable_for_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they hold in each strategy and layout: with the layouts and the fastest strategy known as much as in one table."""
     step, args = nets.tables(3)

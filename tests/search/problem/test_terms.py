@@ -59,6 +59,7 @@ def test_elimination_finds_the_minimum_and_where_it_is(drawn: Drawn) -> None:
 
 
 @given(drawn=sums_of_tables(), data=st.data())
+@pytest.mark.slow
 def test_every_order_finds_the_same_minimum(drawn: Drawn, data: st.DataObject) -> None:
     sizes, terms = drawn
     store = TableStore()
@@ -171,6 +172,7 @@ def test_a_restriction_is_a_slice(recipe: steps.Recipe, data: st.DataObject) -> 
         assert np.array_equal(np.minimum(table, BIG), np.minimum(problem.store.tables[b.table] + b.constant, BIG))
 
 
+@pytest.mark.slow
 def test_depth_adds_no_tables() -> None:
     """Isomorphic layers share every table, and every elimination of one."""
     tables: list[int] = []

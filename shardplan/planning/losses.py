@@ -18,8 +18,8 @@ from shardplan.search.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The gain from resharding a group of arguments: the step becomes ``seconds`` shorter, and sends ``bytes`` less, if only these
-    change and the step is scored again.
+    """The gain from resharding a group of arguments: the step becomes ``seconds`` shorter, and sends ``bytes`` less, if only
+    these change and the step is scored again.
 
     A group is a weight with its moments, in all equal layers, or several weights that gain only together. ``together`` has their
     new specs, by path. ``path`` is the first of them, ``given`` its spec, ``instead`` its new one. ``source`` is the line of the
@@ -67,7 +67,8 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
 
     Gains are the search's, with the best layouts inside. If the layouts that XLA infers cost more than all of these gains, each
     step is priced with the layouts that XLA infers from the new specs: for each suspect whose gain is at least 5% of the largest,
-    and, if these explain less than half of what XLA costs, for the one that gains most of all whose layout the best plan changes.
+    for the batch split as what is made of it, and, if these explain less than half of what XLA costs, for the one that gains most
+    of all whose layout changes when all are free.
     """
     found, inferred_s = suspects(session), given.run.step_time_s - best_s
     start = PricedStep(session.at(found.start), session.extractor.decide(found.start))
@@ -78,10 +79,10 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
     else:
         most_s = max([found.seconds, *(suspect.seconds for suspect in found.alone)])
         count = sum(suspect.seconds >= (1 - MOST) * most_s for suspect in found.alone)
-        rows = [_loss(start, given, price(s.layouts), s, names) for s in found.alone[: max(1, count)]]
+        some = [*found.alone[: max(1, count)], *([] if found.batch is None else [found.batch])]
+        rows = [_loss(start, given, price(suspect.layouts), suspect, names) for suspect in some]
         if found.moved and 2 * max((loss.seconds for loss in rows), default=0.0) < inferred_s:
-            suspect, own = _heaviest(found.moved, given, price)
-            rows.append(_loss(start, given, own, suspect, names))
+            rows += [_loss(start, given, own, suspect, names) for suspect, own in _heaviest(found.moved, given, price)]
     rows.sort(key=lambda loss: (-loss.seconds, len(loss.together), loss.path))
     least_s = CONSTANTS.least_gain * given.run.step_time_s
     larger = [[other.together.keys() for other in rows[:n]] for n in range(len(rows))]  # that gain as much
@@ -92,9 +93,9 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
     )
 
 
-def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> tuple[Suspect, PricedStep]:
+def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> Iterator[tuple[Suspect, PricedStep]]:
     """The suspect at which the step gains most when one after the other moves, found by bisection, with its price; the suspects
-    up to it where it gains nothing alone.
+    up to it where it gains nothing alone; none where the step gains nothing when all move.
     """
 
     def moves(count: int) -> Suspect:
@@ -103,6 +104,8 @@ def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> tup
 
     low, high = 0, len(moved)
     before_s, after = given.run.step_time_s, price(moves(high).layouts)
+    if after.run.step_time_s >= before_s:
+        return
     while high - low > 1:
         middle = (low + high) // 2
         at = price(moves(middle).layouts)
@@ -111,7 +114,7 @@ def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> tup
         else:
             low, before_s = middle, at.run.step_time_s
     alone = price(moved[low].layouts)
-    return (moved[low], alone) if alone.run.step_time_s < given.run.step_time_s else (moves(high), after)
+    yield (moved[low], alone) if alone.run.step_time_s < given.run.step_time_s else (moves(high), after)
 
 
 def _loss(start: PricedStep, before: PricedStep, after: PricedStep, suspect: Suspect, names: Sequence[str]) -> Loss:

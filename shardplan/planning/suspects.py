@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.constants import CONSTANTS
+from shardplan.graph.nodes import Graph
 from shardplan.graph.updates import updated
 from shardplan.ir import Layout
+from shardplan.search.baselines.batch_dims import follow
+from shardplan.search.baselines.samples import data_inputs
 from shardplan.search.coarsening.coarsen import FREE
 from shardplan.search.inference.solver import Solver
 from shardplan.search.memory import liveness as memory
@@ -36,12 +41,16 @@ class Suspect:
 @dataclass(frozen=True, slots=True)
 class Suspects:
     """The groups that gain ``alone``, or together, largest first; and ``moved``: every group whose layout changes when all are
-    free, with that layout, ordered by its gain alone. ``start`` is the solution with none free, ``seconds`` what it gains if all
-    are.
+    free, with that layout, ordered by its gain alone.
+
+    ``batch`` is the batch split along its examples as most of what is made of it, by bytes; None where it has this layout. Search
+    gains nothing by it, since it may split what it reads; a partitioner splits inside what is split outside. ``start`` is the
+    solution with none free, ``seconds`` what it gains if all are.
     """
 
     alone: tuple[Suspect, ...]
     moved: tuple[Suspect, ...]
+    batch: Suspect | None
     start: Solution
     seconds: float
 
@@ -49,10 +58,10 @@ class Suspects:
 def suspects(session: Session) -> Suspects:
     """The suspects of a session whose pins hold all arguments.
 
-    A weight, its moments, and those of equal layers with the same layouts are one group. Each group is freed alone. Then all are
-    free, and hold again one after the other as long as that costs next to nothing: groups of those left that gain less alone
-    than they cost the others are coordinated, and one suspect. A layout that does not fit into memory is no gain if the
-    session's own solution fits.
+    A weight, its moments, and those of equal layers with the same layouts are one group, and so is the batch. Each group is freed
+    alone. Then all are free, and hold again one after the other as long as that costs next to nothing: groups of those left that
+    gain less alone than they cost the others are coordinated, and one suspect. A layout that does not fit into memory is no gain
+    if the session's own solution fits.
     """
     search = _Search.of(session)
     groups = _groups(session.problem, search.held)
@@ -66,7 +75,9 @@ def suspects(session: Session) -> Suspects:
     found += [search.suspect(joined, search.freed(joined))] if len(joined) > 1 else []
     alone = sorted((suspect for suspect in found if suspect.seconds > 0), key=lambda suspect: -suspect.seconds)
     others = tuple(search.suspect([group], every) for group in moved)
-    return Suspects(tuple(alone), others, search.start, search.base_s - session.extractor.decide(every).step_time_s)
+    return Suspects(
+        tuple(alone), others, search.batch(), search.start, search.base_s - session.extractor.decide(every).step_time_s
+    )
 
 
 def _alone(search: _Search, group: _Group, freed: Solution) -> Iterator[Suspect]:
@@ -89,7 +100,7 @@ class _Group:
 def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
     """The groups of all arguments that have a layout."""
     graph, of = problem.graph, problem.coarse.of
-    owner = updated(graph)
+    owner, batch = updated(graph), _batch(graph)[0]
     members: dict[int, list[int]] = {}
     for i, t in enumerate(graph.inputs):
         if of[t] != FREE:
@@ -97,7 +108,8 @@ def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
     equal: dict[Hashable, list[int]] = {}
     for head, own in members.items():
         lie = tuple((graph.tensors[graph.inputs[i]].shape, held[of[graph.inputs[i]]]) for i in own)
-        equal.setdefault((re.sub(r"\d+", "", graph.input_paths[head]), lie), []).append(head)
+        key = (re.sub(r"\d+", "", graph.input_paths[head]), lie)
+        equal.setdefault("batch" if head in batch else key, []).append(head)
 
     def group(arguments: Sequence[int], heads: _Group | None) -> _Group:
         variables = frozenset(of[graph.inputs[i]] for i in arguments)
@@ -108,6 +120,13 @@ def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
         return group([*heads, *moments], group(heads, None))
 
     return [whole([head for head in heads if head in members[head]]) for heads in equal.values()]
+
+
+def _batch(graph: Graph) -> tuple[list[int], tuple[int | None, ...]]:
+    """(the arguments with examples along a dim, by number; that dim of each tensor)."""
+    data = data_inputs(graph)
+    dims = follow(graph, data).batch
+    return [i for i, t in enumerate(graph.inputs) if t in data and dims[t] is not None], dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +189,21 @@ class _Search:
             if at.states[v] != self.start.states[v]:
                 layouts[i] = problem.resharder.layout(graph.tensors[t].shape, at.states[v])
         return Suspect(layouts, at, self.base_s - self.session.extractor.decide(at).step_time_s if layouts else 0.0)
+
+    def batch(self) -> Suspect | None:
+        """The batch split along its examples as most bytes of what is made of it; None where it has this layout."""
+        graph, decided = self.session.graph, self.session.extractor.decide(self.start).layouts
+        arguments, dims = _batch(graph)
+        votes: Counter[tuple[int, ...]] = Counter()
+        for tensor, layout, dim in zip(graph.tensors, decided, dims, strict=True):
+            if layout is not None and dim is not None:
+                votes[layout.dims[dim]] += tensor.nbytes
+        over = max(votes, key=lambda factors: votes[factors], default=())
+        layouts: dict[int, Layout] = {}
+        for t, dim in ((graph.inputs[i], dims[graph.inputs[i]]) for i in arguments):
+            shape = graph.tensors[t].shape
+            assert dim is not None
+            if shape[dim] % math.prod(self.session.problem.sizes[f] for f in over) == 0:
+                layouts[graph.inputs.index(t)] = Layout(tuple(over if d == dim else () for d in range(len(shape))))
+        other = {i: layout for i, layout in layouts.items() if layout != decided[graph.inputs[i]]}
+        return Suspect(other, self.start, 0.0) if other else None

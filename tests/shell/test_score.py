@@ -401,3 +401,23 @@ def test_few_rows_make_up_the_losses(wide: Any) -> None:
     (rest,) = [row for row in shown.splitlines() if "others, each at most" in row]
     assert rest.split()[0] == "15"
     assert "31.2 ms" in rest
+
+
+def test_a_batch_that_is_whole_everywhere_is_named_as_one() -> None:
+    """The search may split what it reads of it at no cost; XLA computes all of it on every device."""
+
+    def step(w: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            logits = jnp.tanh(batch["x"] @ w) @ w
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], 1))
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    batch = {"x": jax.ShapeDtypeStruct((8192, 1024), "float32"), "label": jax.ShapeDtypeStruct((8192,), "int32")}
+    args = jax.ShapeDtypeStruct((1024, 1024), "float32"), batch
+    score = shardplan.score(step, *args, cluster="2x4", in_shardings=P(), donate_argnums=0)
+    first = score.losses[0]
+    assert dict(first.together) == {"batch/x": "P(('node', 'gpu'))", "batch/label": "P(('node', 'gpu'))"}
+    split = shardplan.score(step, *args, cluster="2x4", in_shardings=(P(), P(("node", "gpu"))), donate_argnums=0)
+    assert first.seconds == pytest.approx(score.step_time_s - split.step_time_s)
+    assert first.seconds > 0.5 * score.step_time_s

@@ -20,15 +20,16 @@ from shardplan.graph.function_cuts import FunctionCut, dependencies, function_cu
 from shardplan.ir import Program
 from shardplan.plans.canonical import Tokens
 from shardplan.tdl import register as by_description
-from shardplan.tdl.cut_proof import difference, draw_array, same_everywhere
+from shardplan.tdl.cut_proof import difference, draw_array, same_everywhere, tolerance_of
 from shardplan.tdl.language import Named, TensorRef
 from shardplan.user_code import users_code
 
 Function = Callable[..., Any]
 
-_FAR = 0.02
-"""The largest difference allowed between a kernel and its ``like`` function, as a part of the largest element: each product of
-a bfloat16 kernel rounds by up to 2**-8, and kernels have several; another function differs by far more.
+_ROUNDED = 0.5
+"""The difference allowed between a kernel and its ``like`` function, as a part of what a proof of cuts allows: that one adds
+results on terms 2x and -x, which round as much as two and one results on x, and compares their sum with a fourth; here one
+result is compared with one.
 """
 
 
@@ -172,11 +173,23 @@ def _compare(target: Any, run: Function | None, like: Function, example: Sequenc
     found, wanted = _called(name, kernel, drawn), _called("like=", like, drawn)
     if len(found) != len(wanted):
         raise DescriptionError(f"{name} has {len(found)} results, like= has {len(wanted)}", expression=_like_text(like))
+    rounded = _ROUNDED * tolerance_of(_dtypes(trace(like, *drawn).program))
     for n, (a, b) in enumerate(zip(found, wanted, strict=True)):
         most = _largest(b)
-        how = difference(a, b, _FAR * most / (1.0 + most), most)
+        how = difference(a, b, rounded * most / (1.0 + most), most)
         if how:
-            raise DescriptionError(f"result {n} of {name} {how}: like= computes something else", expression=_like_text(like))
+            limit = f" (at most {rounded * most:.3g} apart is rounding)" if rounded * most else ""
+            raise DescriptionError(
+                f"result {n} of {name} {how}: like= computes something else{limit}", expression=_like_text(like)
+            )
+
+
+def _dtypes(program: Program) -> Iterator[str]:
+    """The dtypes of a program's tensors, those of its bodies too."""
+    yield from (tensor.dtype for tensor in program.tensors)
+    for op in program.ops:
+        for body in op.bodies:
+            yield from _dtypes(body)
 
 
 def _called(name: str, function: Function, args: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ are concatenated or reduced and compared with those of the uncut primitive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,13 @@ from shardplan.tdl.strategies import Strategy, cuts, linear_sets
 
 # The change that another order of summation may cause, relative to the largest number in the sums.
 _TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 2e-5, "complex64": 2e-5, "float64": 1e-12, "complex128": 1e-12}
+
+
+def tolerance_of(dtypes: Iterable[str]) -> float:
+    """The change that another order of summation may cause where these dtypes occur, relative to the largest number in the sums.
+    Zero for dtypes that do not round.
+    """
+    return max((_TOLERANCE.get(t, 0.0) for t in dtypes), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Expected:
 def expected(call: Call, operands: Sequence[Any], description: Description) -> Expected:
     """Runs the call uncut on these operands."""
     whole = tuple(_host(x) for x in evaluate(call, operands))
-    tolerance = max((_TOLERANCE.get(t, 0.0) for t in (*call.dtypes, *call.result_dtypes)), default=0.0)
+    tolerance = tolerance_of((*call.dtypes, *call.result_dtypes))
     sums = any(linear_sets(description)) or any(loop.reducer == "sum" for loop in description.loops)
     close = tuple(_moves_data(tree) for tree in description.trees)
     return Expected(whole, tolerance, tuple(_sizes(call, operands, whole, sums)), close)

@@ -132,8 +132,11 @@ def test_without_a_function_it_is_the_decorator_of_descriptions() -> None:
         (lambda x: jnp.argmax(x, 0) + 1000, lambda x: jnp.argmax(x, 0) + 999, False),
         (lambda x: jnp.conj(x * 1j), lambda x: x * 1j, False),
         (lambda x: x * 1e-6, lambda x: x * 2e-6, False),
+        (lambda x: x * 1.015, lambda x: x, False),
+        (lambda x: jnp.where(x > 0, x, 0.01 * x), jax.nn.relu, False),
+        (lambda x: x.astype(jnp.bfloat16) * jnp.bfloat16(1.005), lambda x: x.astype(jnp.bfloat16), True),
     ],
-    ids=["nan", "inf", "integers", "complex", "small"],
+    ids=["nan", "inf", "integers", "complex", "small", "scaled", "leaky", "rounded inside"],
 )
 def test_results_are_compared_as_their_types_ask(kernel: Any, like: Any, alike: bool) -> None:
     kernel.__name__ = f"compared_{id(kernel)}"
@@ -143,6 +146,48 @@ def test_results_are_compared_as_their_types_ask(kernel: Any, like: Any, alike: 
         return
     with pytest.raises(shardplan.DescriptionError, match="like= computes something else"):
         shardplan.register(target, like=like, example=example)
+
+
+def product_by_blocks(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product whose terms are added in 128 blocks, one after another."""
+    blocks = x.reshape(len(x), 128, -1).swapaxes(0, 1), y.reshape(128, -1, y.shape[1])
+    return jax.lax.scan(lambda total, own: (total + own[0] @ own[1], None), jnp.zeros((len(x), y.shape[1])), blocks)[0]
+
+
+def softmax_without_a_shift(x: jax.Array) -> jax.Array:
+    return jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)
+
+
+def online_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention that reads one block of eight keys after another and rescales its sums with each new maximum."""
+
+    def block(state: Any, own: Any) -> Any:
+        (most, weight, total), (k, v) = state, own
+        scores = jnp.einsum("bqd,bkd->bqk", q, k)
+        new = jnp.maximum(most, scores.max(-1, keepdims=True))
+        old, parts = jnp.exp(most - new), jnp.exp(scores - new)
+        return (new, weight * old + parts.sum(-1, keepdims=True), total * old + parts @ v), None
+
+    one = jnp.zeros((*q.shape[:2], 1))
+    blocks = tuple(x.reshape(len(x), -1, 8, x.shape[2]).swapaxes(0, 1) for x in (k, v))
+    (_, weight, total), _ = jax.lax.scan(block, (one - jnp.inf, one, jnp.zeros((*q.shape[:2], v.shape[2]))), blocks)
+    return total / weight
+
+
+@pytest.mark.parametrize(
+    ("kernel", "like", "shapes"),
+    [
+        (product_by_blocks, jnp.matmul, [(8, 4096), (4096, 6)]),
+        (softmax_without_a_shift, jax.nn.softmax, [(4, 4096)]),
+        (online_attention, attention, [(2, 64, 8)] * 3),
+    ],
+)
+def test_another_order_of_sums_is_alike(kernel: Any, like: Any, shapes: Any) -> None:
+    example = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(shardplan.DescriptionError) as refused:
+        shardplan.register(jax.jit(kernel), like=lambda *x: 1.0001 * like(*x), example=example)
+    assert "is rounding" in str(refused.value)
+    shardplan.register(jax.jit(kernel), like=like, example=example)
 
 
 def test_a_function_that_counts_its_rows_is_cut_along_its_columns_alone() -> None:

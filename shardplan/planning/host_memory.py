@@ -34,8 +34,8 @@ def planned_in_host_memory(program: Program, searcher: Searcher, origin: str, *,
     """The plan of a program on devices alone or, where nothing fits so, with arguments in host memory, and where nothing fits so
     either, also with activations there.
 
-    First all that may lie there does. Then as much as fits beside the layouts found comes back to the device, what saves the most
-    seconds for its bytes first. The step is planned with the rest in host memory. The arguments are the same as in `planned`.
+    First, every array that may be in host memory is put there. Then the smallest arrays return to the devices, as many as fit
+    beside the layouts found. The step is planned with the rest in host memory. The arguments are the same as in `planned`.
 
     Raises:
         MemoryLimitError: if no plan fits, whatever lies in host memory.
@@ -138,8 +138,8 @@ def _part(searcher: Searcher, n: int) -> Searcher:
 def _needed(made: Made, able: _Hosted) -> _Hosted:
     """The part of ``able`` that a plan's layouts need in host memory.
 
-    As many values as fit come back to the device, the smallest first: they save the most seconds for their bytes. Of equal ones,
-    those that the forward pass makes last come first.
+    As many values as fit return to the device, the smallest first: a copy costs a launch beside the seconds of its bytes, so a
+    byte of a small array saves the most. Of equal ones, those that the forward pass makes last return first.
     """
     session = made.session
     problem, solution, graph = session.problem, session.solution, session.graph

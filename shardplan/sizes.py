@@ -1,4 +1,4 @@
-"""Parses sizes as users write them."""
+"""Sizes as users write them, and counts as users read them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,12 @@ def parse_bytes(text: object, *, what: str = "memory limit") -> int:
     if value <= 0:
         raise ShardplanError(f"{what} {text!r} is not positive: give at least 1 byte")
     return value
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number with its noun, whose plural is ``several`` (by default with an s).
+
+    >>> counted(1, "loss", "losses"), counted(0, "loss", "losses"), counted(2, "operator")
+    ('1 loss', '0 losses', '2 operators')
+    """
+    return f"{number} {one if number == 1 else several or f'{one}s'}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardplan.ir import Collective
 from shardplan.planning.losses import Loss, Unasked
+from shardplan.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,9 @@ class Score:
 
     def __repr__(self) -> str:
         fits = "" if self.fits else ", and does not fit"
-        return (
-            f"<Score: a step takes {self.step_time_s:.3g} s, {self.step_time_s / self.plan_s:.3g} times the plan's{fits}; "
-            f"{len(self.losses)} losses, {len(self.unasked)} collectives that the plan does not have>"
-        )
+        times = f"{self.step_time_s / self.plan_s:.3g} times the plan's" if self.plan_s else f"the plan's {self.plan_s:.3g} s"
+        losses, unasked = counted(len(self.losses), "loss", "losses"), counted(len(self.unasked), "collective")
+        return f"<Score: a step takes {self.step_time_s:.3g} s, {times}{fits}; {losses}, {unasked} that the plan does not have>"
 
     def to_json(self) -> dict[str, Any]:
         """The score as JSON values."""

@@ -29,7 +29,7 @@ def placement_text(
     ``plan_priced_s`` is the planner's price for the step of the plan on all devices, if known. ``speeds`` has the speeds of the
     devices that run something, by number.
     """
-    rows = [(name, seconds(s), f"{s / step_time_s:.2f}x") for name, s in baselines.items()]
+    rows = [(name, seconds(s), f"{s / step_time_s:.2f}x" if step_time_s else "-") for name, s in baselines.items()]
     parts = [f"{title}: {seconds(step_time_s)} a step ({origin})\n{searched}"]
     parts.append("Beside\n\n" + table(("strategy", "step", "of this"), rows))
     if plan_priced_s is not None:

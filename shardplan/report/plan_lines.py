@@ -10,6 +10,7 @@ from shardplan.report.parallelism import purposes_text
 from shardplan.report.paths import grouped
 from shardplan.report.plan_text import best_baseline, bound_text, collective_rows, idle_facts, spent_text
 from shardplan.report.tables import seconds, size
+from shardplan.sizes import counted
 
 _WIDEST = 130
 """The most letters of a line."""
@@ -19,7 +20,7 @@ def plan_lines(plan: PlanData) -> str:
     """Ten lines on a plan, and one on idle devices."""
     devices = math.prod(level.size for level in plan.cluster.levels)
     rows = [
-        ("plan", f"{plan.operators} operators on {plan.cluster.name}, {devices} x {plan.cluster.device.name}"),
+        ("plan", f"{counted(plan.operators, 'operator')} on {plan.cluster.name}, {devices} x {plan.cluster.device.name}"),
         *idle_facts(plan),
         ("mesh", " x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device"),
         ("parallelism", purposes_text(plan) or "none"),
@@ -63,7 +64,7 @@ def _arguments(plan: PlanData) -> str:
     largest = max(plan.arguments, key=lambda a: a.nbytes)
     alike = grouped({a.path: (a.shape, a.dtype, a.layout) for a in plan.arguments})
     pattern = next(g.pattern for g in alike if largest.path in g.paths)
-    count = f"{len(plan.arguments)} array{'s' if len(plan.arguments) > 1 else ''}, {size(sum(local))} a device"
+    count = f"{counted(len(plan.arguments), 'array')}, {size(sum(local))} a device"
     return f"{count}; the largest {pattern} {spec_text(plan.entries[largest.path])}"
 
 

@@ -32,6 +32,8 @@ def _verdict(score: Score) -> str:
         return f"A step takes {mine}, {1 - score.step_time_s / score.plan_s:.1%} less than under the plan ({plan}) as scheduled."
     if score.step_time_s <= score.plan_s:
         return f"A step takes {mine}, no more than under the plan ({plan})."
+    if not score.plan_s:
+        return f"A step takes {mine}, and under the plan no time."
     return f"A step takes {mine}, {score.step_time_s / score.plan_s:.2f} times as long as under the plan ({plan})."
 
 

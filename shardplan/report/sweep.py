@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 from shardplan.plans.files import write_whole
 from shardplan.report.draw import new_figure, picture_format, rendered
 from shardplan.report.tables import seconds
+from shardplan.sizes import counted
 
 Unit = Literal["token", "sample", "step"]
 """The unit by which plans are compared: the finest one that the data of every plan count."""
@@ -46,13 +47,13 @@ class Point:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of all devices together in a second."""
-        return None if self.step_time_s is None or self.samples is None else self.samples / self.step_time_s
+        """Samples of all devices together in a second; None without a plan, or if its step takes no time."""
+        return None if not self.step_time_s or self.samples is None else self.samples / self.step_time_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all devices together in a second."""
-        return None if self.step_time_s is None or self.tokens is None else self.tokens / self.step_time_s
+        """Tokens of all devices together in a second; None without a plan, or if its step takes no time."""
+        return None if not self.step_time_s or self.tokens is None else self.tokens / self.step_time_s
 
     def seconds_per(self, unit: Unit) -> float | None:
         """Seconds of one step, or of one of its samples or tokens; None where there is no plan or the data do not say."""
@@ -220,7 +221,8 @@ def _picture(sweep: Sweep, suffix: str) -> bytes:
         axes.plot(other, time_s, marker="o", ms=7, color="#c0262d" if point is best else "#1f5fa8", ls="none", label=label)
     places = [sweep.measures(point) for point in front]
     axes.step([other for _, other in places], [time_s for time_s, _ in places], where="pre", color="#1f5fa8", lw=0.8)
-    axes.set_yscale("log")
+    if all(time_s for time_s, _ in numbers):
+        axes.set_yscale("log")
     axes.margins(0.15)
     axes.grid(visible=True, which="both", lw=0.3, color="#dddddd")
     if front:
@@ -229,7 +231,8 @@ def _picture(sweep: Sweep, suffix: str) -> bytes:
     axes.set_ylabel(f"seconds per {sweep.unit}", fontsize=8)
     fastest = f"\nfastest: {settings_text(best.settings)}, step {seconds(best.step_time_s or 0.0)}" if best else ""
     missing = sweep.total - len(sweep.planned)
-    axes.set_title(f"{sweep.target}{fastest}" + f"\n{missing} points have no plan" * bool(missing), fontsize=9, loc="left")
+    without = f"\n{counted(missing, 'point has', 'points have')} no plan" * bool(missing)
+    axes.set_title(f"{sweep.target}{fastest}{without}", fontsize=9, loc="left")
     figure.tight_layout()
     return rendered(figure, suffix)
 

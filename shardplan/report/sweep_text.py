@@ -20,7 +20,7 @@ def sweep_text(sweep: Sweep) -> str:
 
 
 def _table(sweep: Sweep) -> str:
-    tokens, cost = any(p.tokens_per_s for p in sweep.points), any(sweep.cost(p) is not None for p in sweep.points)
+    tokens, cost = any(p.tokens for p in sweep.planned), any(sweep.cost(p) is not None for p in sweep.points)
     headers = ["", *sweep.varied, "devices", "step", "samples/s"]
     headers += ["tokens/s"] * tokens + ["peak memory", "fits"] + [f"$/1e6 {sweep.unit}s"] * cost + ["front"]
     front, best = sweep.pareto, sweep.best

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import gpt, mlp
 from shardplan.errors import ClusterError, PinError, ShardplanError
+from shardplan.report.score_text import score_text
 
 WIDE = {"width": 1024, "batch": 2048, "inputs": 1024}
 BOTH = ("node", "gpu")
@@ -53,6 +54,15 @@ def test_fsdp_of_an_mlp_is_priced_beside_the_plan(wide: Any) -> None:
     assert found.in_specs["batch/inputs"] == "P(('node', 'gpu'))"
     assert all(a.seconds >= b.seconds > 0 for a, b in zip(found.losses, found.losses[1:], strict=False))
     assert all("mlp.py" in row.source or "losses.py" in row.source or "optax" in row.source for row in found.unasked)
+
+
+def test_a_plan_that_takes_no_time_is_not_divided_by(wide: Any) -> None:
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    none = shardplan.score(lambda x: x, x, cluster="2x4", in_shardings=P("gpu"))
+    assert repr(none) == "<Score: a step takes 0 s, the plan's 0 s; 0 losses, 0 collectives that the plan does not have>"
+    more = replace(wide[2], plan_s=0.0, losses=wide[2].losses[:1])
+    assert "; 1 loss, " in repr(more)
+    assert "and under the plan no time." in score_text(more, title="it")
 
 
 def test_an_array_that_is_pinned_badly_is_named_first_with_its_line(wide: Any) -> None:

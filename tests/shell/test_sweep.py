@@ -233,6 +233,17 @@ def test_plans_for_other_sequence_lengths_are_compared_by_tokens() -> None:
     assert without.json["cost_unit"] == "dollars per million samples"
 
 
+@pytest.mark.parametrize("times", [(0.0, 0.0), (0.0, 1.0)])
+def test_plans_without_a_second_of_work_have_no_rates(times: tuple[float, float], tmp_path: Path) -> None:
+    points = [Point({"n": n}, 8, step_time_s=t, samples=4, tokens=8, peak_bytes=1, price=1.0) for n, t in enumerate(times)]
+    sweep = Sweep("it", ("n",), (*points, Point({"n": 2}, 8, error="no")), 3, "x")
+    assert sweep.best is points[0]
+    assert [row["samples_per_s"] for row in sweep.json["points"]] == [None, 4.0 if times[1] else None, None]
+    assert "tokens/s" in sweep_text(sweep)
+    sweep.draw(tmp_path / "sweep.svg")
+    assert "1 point has no plan" in (tmp_path / "sweep.svg").read_text()
+
+
 def test_an_interrupt_keeps_the_points_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, count = swept.plan, list[int]()
 

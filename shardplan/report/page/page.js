@@ -189,7 +189,7 @@ function summary(data) {
       meter((100 * f.peak_bytes) / f.memory_limit)),
     card("Cluster", data.cluster.name, `${count(data.cluster.devices, "device")}, ${data.cluster.device}`),
     best
-      ? card("Best baseline", `${(best.step_time_s / f.step_time_s).toFixed(2)}x`, `${best.name}: ${seconds(best.step_time_s)}`)
+      ? card("Best baseline", f.step_time_s ? `${(best.step_time_s / f.step_time_s).toFixed(2)}x` : "-", `${best.name}: ${seconds(best.step_time_s)}`)
       : card("Best baseline", "-", "no baseline fits"),
   ];
   return section("summary", "Summary", "", el("div", { class: "cards" }, cards), factList(data));

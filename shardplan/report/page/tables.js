@@ -169,7 +169,7 @@ function baselines(data) {
   const rows = data.baselines.map((row, i) => ({ ...row, look: i ? "other" : "" }));
   if (own) rows.splice(1, 0, { ...own, name: "your sharding", look: "own" });
   const plan = rows[0].step_time_s;
-  const most = Math.min(Math.max(...rows.map((row) => row.step_time_s)), 6 * plan); // one very slow row would flatten all others
+  const most = Math.min(Math.max(...rows.map((row) => row.step_time_s)), 6 * plan) || 1; // one very slow row would flatten all others
   const bar = (row) => el("i", { class: row.fits ? row.look || null : "unfit", style: `width: ${Math.min(100, (100 * row.step_time_s) / most)}%` });
   const columns = [
     { name: "plan", by: (b) => b.name, cell: (b) => b.name },

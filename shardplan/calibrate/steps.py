@@ -65,6 +65,8 @@ def step_seconds(
     """
     tell = observer or (lambda what, part: None)
     leaves, tree = jax.tree.flatten(apart(tuple(args)))
+    for plan in plans.values():
+        plan.leaves(plan.mesh(devices)).fit(leaves)
     host = [_host(x) for x in drawn(leaves)]
     ready: dict[str, _Ready] = {}
     for number, (name, plan) in enumerate(plans.items()):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardplan.errors import ArgumentError
+from shardplan.frontend.deleted import refuse_deleted
 from shardplan.plans.runner import shape_text
 
 
@@ -19,7 +20,9 @@ def from_local(path: str, planned: jax.ShapeDtypeStruct, part: Any, sharding: Na
 
     Raises:
         ArgumentError: if that is another part than this process holds, or has another dtype.
+        ShardplanError: for a deleted part.
     """
+    refuse_deleted([path], [part])
     local = np.asarray(part)
     local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype))
     given, whole = f"given as {shape_text(local)}", shape_text(planned)

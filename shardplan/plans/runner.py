@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from shardplan import _jax
 from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.frontend.argnums import leaves_of
+from shardplan.frontend.deleted import deleted_error, is_deleted
 from shardplan.frontend.keywords import ordered, taking
 from shardplan.frontend.nnx_state import abstract, apart, has_objects, through, trace_step
 from shardplan.frontend.trace import Traced, path_words
@@ -72,11 +73,11 @@ class Leaves:
                     self._check_leaf(i, x)
                     seen_avals[i] = x.aval
                 if x.is_deleted():
-                    raise self._deleted_error(i)
+                    raise deleted_error(self._paths[i])
             else:
                 self._check_leaf(i, x)
-                if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-                    raise self._deleted_error(i)
+                if is_deleted(x):
+                    raise deleted_error(self._paths[i])
 
     def check_donated(self, leaves: Sequence[Any], donated: Collection[int]) -> None:
         """Refuses an array that is given twice and donated: XLA refuses it on some devices and waits on the others.
@@ -135,12 +136,6 @@ class Leaves:
             raise ArgumentError(self._paths[i], shape_text(planned), shape_text(found) if found is not None else type(x).__name__)
         if self._weak and found.weak_type != planned.weak_type:
             raise ArgumentError(self._paths[i], f"{shape_text(planned)}, weak={planned.weak_type}", f"weak={found.weak_type}")
-
-    def _deleted_error(self, i: int) -> ShardplanError:
-        return ShardplanError(
-            f"{self._paths[i]} was donated to an earlier call and is deleted: pass what that call returned, "
-            "or do not donate it (donate_argnums)"
-        )
 
 
 class FlatStep(Protocol):

@@ -46,6 +46,10 @@ class PlannedStep(ABC):
     def put(self, args: Sequence[Any], *, kwargs: Mapping[str, Any] | None = None, mesh: Mesh | None = None) -> Any:
         """The arguments placed on the devices. Arrays with another sharding are moved; nnx objects are returned as new objects.
 
+        As with `jax.device_put`, an array that is already in place is returned as it is, and blocks that stay on their device may
+        share memory with the given array. If the result is donated, the given array may be deleted with it: give a copy
+        (`jnp.copy`) of what you still need.
+
         If the step takes arguments by name, they are given in ``kwargs``, and the result is ``(args, kwargs)``.
 
         Raises:

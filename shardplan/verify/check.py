@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardplan.errors import CheckError, UncheckedError, size_text
+from shardplan.frontend.deleted import refuse_deleted
 from shardplan.verify.fewer import Fewer, first_of
 from shardplan.verify.judge import Judged, furthest, ran
 from shardplan.verify.on_host import on_host
@@ -38,8 +39,10 @@ def check(
     Raises:
         CheckError: if a leaf of the result differs, or if no number of it is finite.
         UncheckedError: if the check cannot run: a device lacks the memory, or this process does not have all values.
+        ShardplanError: for a deleted argument.
     """
     _require_values(leaves)
+    refuse_deleted(plan.traced.program.input_paths, leaves)
     first = plan.mesh(devices).devices.flat[0]
     loop = loop_of(plan.traced, tree, 1)
     one, perturbed = alone(plan, plan.step, None if devices is None else [first], loop)

@@ -16,6 +16,7 @@ import jax
 
 from shardplan.collectives.issued import PlannedCollective, Send
 from shardplan.errors import ShardplanError
+from shardplan.frontend.deleted import refuse_deleted
 from shardplan.frontend.nnx_state import apart
 from shardplan.frontend.trace import Traced
 from shardplan.hlo.meter import Measured, joined, measure
@@ -179,12 +180,13 @@ def verify(
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
         CompilerDiedError: if XLA's compiler crashes where that is known or possible (`shardplan.verify.child`).
-        ShardplanError: for a step count under one, or another word for ``reference``.
+        ShardplanError: for a step count under one, another word for ``reference``, or a deleted argument.
     """
     if reference not in ("always", "unequal"):
         raise ShardplanError(f"unsupported reference={reference!r}: use 'always' or 'unequal'")
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
+    refuse_deleted(plan.traced.program.input_paths, jax.tree.leaves(apart(tuple(args))))
     with stand_ins(plan.traced.program, devices) as names:
         tell = _forward(observer or (lambda _what, _part: None))
         return _verify(plan, step, args, steps, plan.backend_for(backend), devices, drop, reference, tell, names)

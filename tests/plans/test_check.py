@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from models import mlp
 from shardplan import _jax
+from shardplan.calibrate.steps import step_seconds
 from shardplan.verify.judge import difference, furthest
+from shardplan.verify.verify import verify
 from tests.nnx_training import train
 
 SPLIT: dict[str, Any] = {"cluster": "2x2", "pins": {"w": P("gpu"), "x": P("node", "gpu")}}
@@ -55,6 +57,31 @@ def test_a_wrong_plan_is_an_error_that_names_the_leaf_and_its_values(devices: li
     expected = np.asarray(product(*args)[error.path])[error.index]
     assert error.single == pytest.approx(float(expected), rel=1e-4)
     assert abs(error.single - error.sharded) > error.tolerance
+
+
+def test_a_deleted_array_is_named_wherever_its_values_are_read(devices: list[Any]) -> None:
+    w, x = arrays()
+    plan = shardplan.plan(product, w, x, **SPLIT)
+    mine = shardplan.parallelize(**SPLIT, check="first")(product)
+    x.delete()
+    for read in (
+        lambda: mine(w, x),
+        lambda: plan.check((w, x)),
+        lambda: verify(plan, product, (w, x), devices=devices),
+        lambda: plan.put((w, x)),
+        lambda: plan.put_local(x),
+        lambda: step_seconds({"plan": plan}, product, (w, x), devices=devices),
+    ):
+        with pytest.raises(shardplan.ShardplanError, match=r"^x was donated to an earlier call and is deleted, .*jnp\.copy"):
+            read()
+
+
+def test_a_donated_result_of_put_may_delete_what_was_put() -> None:
+    w, x = arrays()
+    plan = shardplan.plan(product, w, x, cluster="2", pins={"w": P(), "x": P()}, donate_argnums=0)
+    plan.jit(product)(*plan.put((w, x)))
+    with pytest.raises(shardplan.ShardplanError, match=r"w was donated .* or it shares memory with an array that was"):
+        plan.check((w, x))
 
 
 def test_what_does_not_fit_on_one_device_is_an_error(devices: list[Any]) -> None:

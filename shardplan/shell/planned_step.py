@@ -132,7 +132,7 @@ class PlannedStep(ABC):
             CheckError: if a leaf differs.
             UncheckedError: if the check cannot run, for example because one device lacks the memory for a shrunken copy too.
             ArgumentError: for an array of another shape or dtype than was planned.
-            ShardplanError: for arguments of another structure, or for deleted ones.
+            ShardplanError: for arguments of another structure, for deleted ones, or if the step returns no array.
         """
         leaves, tree = jax.tree.flatten(apart(ordered(self.step, tuple(args), kwargs or {})))
         check_tree(tree, self.traced, self.step)

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from shardplan.errors import CheckError, UncheckedError, size_text
 from shardplan.frontend.deleted import refuse_deleted
 from shardplan.verify.fewer import Fewer, first_of
-from shardplan.verify.judge import Judged, furthest, ran
+from shardplan.verify.judge import Judged, furthest, ran, require_results
 from shardplan.verify.on_host import on_host
 from shardplan.verify.op_by_op import unmerged_bytes
 from shardplan.verify.reference import by_reference
@@ -39,8 +39,9 @@ def check(
     Raises:
         CheckError: if a leaf of the result differs, or if no number of it is finite.
         UncheckedError: if the check cannot run: a device lacks the memory, or this process does not have all values.
-        ShardplanError: for a deleted argument.
+        ShardplanError: if the step returns no array, or for a deleted argument.
     """
+    require_results(plan.traced.program)
     _require_values(leaves)
     refuse_deleted(plan.traced.program.input_paths, leaves)
     first = plan.mesh(devices).devices.flat[0]

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.errors import ShardplanError
+from shardplan.ir import Program
 from shardplan.verify.fewer import Fewer
 
 ALLOWED = 10.0
@@ -131,6 +133,16 @@ class Judged:
     def ran(self) -> str:
         """The step that ran, and what its run does not show."""
         return f"{ran(self.fewer)}, {NOT_SHOWN}" if self.fewer else ran(self.fewer)
+
+
+def require_results(program: Program) -> None:
+    """Refuses a step without a result, of which any two runs are equal.
+
+    Raises:
+        ShardplanError: if the step returns no array.
+    """
+    if not program.outputs:
+        raise ShardplanError("the step returns no array, so there is nothing to compare: let it return what it computes")
 
 
 NOT_SHOWN = (

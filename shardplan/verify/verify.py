@@ -23,7 +23,7 @@ from shardplan.hlo.meter import Measured, joined, measure
 from shardplan.ir import Collective
 from shardplan.verify.child import compile_in_child_first
 from shardplan.verify.emitted import emitted
-from shardplan.verify.judge import Largest, ReferenceFault, Worst
+from shardplan.verify.judge import Largest, ReferenceFault, Worst, require_results
 from shardplan.verify.on_host import drawn, drawn_as_zero, on_host
 from shardplan.verify.one_for_one import UNTOUCHED, MatchedCollective, folded, one_for_one
 from shardplan.verify.reference import by_reference
@@ -180,12 +180,14 @@ def verify(
     Raises:
         DeviceError: if there are fewer devices than the plan needs.
         CompilerDiedError: if XLA's compiler crashes where that is known or possible (`shardplan.verify.child`).
-        ShardplanError: for a step count under one, another word for ``reference``, or a deleted argument.
+        ShardplanError: for a step count under one, another word for ``reference``, a step that returns no array, or a deleted
+            argument.
     """
     if reference not in ("always", "unequal"):
         raise ShardplanError(f"unsupported reference={reference!r}: use 'always' or 'unequal'")
     if steps < 1:
         raise ShardplanError(f"unsupported steps={steps}: give at least 1")
+    require_results(plan.traced.program)
     refuse_deleted(plan.traced.program.input_paths, jax.tree.leaves(apart(tuple(args))))
     with stand_ins(plan.traced.program, devices) as names:
         tell = _forward(observer or (lambda _what, _part: None))

@@ -84,6 +84,19 @@ def test_a_donated_result_of_put_may_delete_what_was_put() -> None:
         plan.check((w, x))
 
 
+def test_a_step_that_returns_nothing_proves_nothing(devices: list[Any]) -> None:
+    w, x = arrays()
+    plan = shardplan.plan(nothing, w, x, cluster="2x2")
+    for compared in (lambda: plan.check((w, x)), lambda: verify(plan, nothing, (w, x), devices=devices)):
+        with pytest.raises(shardplan.ShardplanError, match="the step returns no array, so there is nothing to compare"):
+            compared()
+
+
+def nothing(w: jax.Array, x: jax.Array) -> None:
+    """A step whose ``return`` was forgotten."""
+    product(w, x)
+
+
 def test_what_does_not_fit_on_one_device_is_an_error(devices: list[Any]) -> None:
     args = arrays()
     plan = shardplan.plan(product, *args, **SPLIT, memory_limit="4KiB")

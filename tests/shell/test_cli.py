@@ -202,6 +202,14 @@ def test_an_equal_step_is_said_to_be_equal(run: Callable[..., Any], target: str)
     assert "on the wire" in out
 
 
+def test_a_step_without_a_result_is_a_mistake(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nothing.py").write_text("import jax\n\ndef made(): return lambda x: None, (jax.ShapeDtypeStruct((8,), 'float32'),)\n")
+    code, out, err = run("verify", "nothing.py:made", "--cluster", "2")
+    assert (code, out) == (2, "")
+    assert "the step returns no array, so there is nothing to compare" in err
+
+
 def test_a_failed_check_exits_with_one(run: Callable[..., Any], target: str) -> None:
     code, out, _ = run("verify", "small.py:bits", "--cluster", "2x2", "--pin", "x=P(('node', 'gpu'))")
     assert code == 1

@@ -161,7 +161,7 @@ def _attends(node: Scalar) -> bool:
 def product_dtype(call: Call, *, contracts: bool) -> str:
     """The dtype at whose peak an op's products run: the wider of its first two operands'.
 
-    Of two types of one width, such as the two of 8-bit floats, the first counts. Integers beside floats count only where the op
+    The first counts if both have one width, as the two types of 8-bit floats do. Integers beside floats count only where the op
     ``contracts`` the two.
     """
     first, *second = [d for d in call.dtypes if d][:2] or ["float32"]

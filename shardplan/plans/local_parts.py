@@ -36,7 +36,7 @@ def from_local(path: str, planned: jax.ShapeDtypeStruct, part: Any, sharding: Na
 
 
 def own_shape(indices: Iterable[Sequence[slice] | None], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of the block that devices hold together which hold these parts of an array; None where it is no block."""
+    """The shape of the block that these parts of an array form; None if they form none."""
     parts = {tuple(own.indices(n)[:2] for own, n in zip(index or (), shape, strict=True)) for index in indices}
     extents = tuple(sum(end - start for start, end in set(own)) for own in zip(*parts, strict=True))
     return extents if math.prod(extents) == sum(math.prod(end - start for start, end in part) for part in parts) else None

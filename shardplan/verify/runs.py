@@ -169,8 +169,8 @@ class Perturbed(Single):
 class Sharded:
     """The step ``jitted`` under a plan.
 
-    Of the latest run, ``recompiles`` counts compilations after the first step, ``moved`` lists the results that came back in
-    another sharding, and ``states`` the arguments of each step but the first, on the host.
+    Three fields describe the latest run: ``recompiles`` counts compilations after the first step, ``moved`` lists the results
+    that came back in another sharding, and ``states`` has the arguments of each step but the first, on the host.
     """
 
     def __init__(self, plan: Runnable, jitted: Any, devices: Sequence[Any] | None, loop: StateFeedback) -> None:

@@ -47,7 +47,7 @@ class Baseline:
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One leaf of the arguments: its path, its array type, its layout in the plan (None: whole on every device), and the memory
-    in which it lies between steps.
+    that holds it between steps.
     """
 
     path: str

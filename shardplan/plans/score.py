@@ -63,13 +63,13 @@ class MeasuredSharding:
 class Score:
     """The price of the user's sharding: seconds of a step, bytes of one device, and where it loses against the plan.
 
-    The arguments lie as the user says (``in_specs``, over ``axes``), those without a spec (``replicated``) whole on every device;
-    state comes back as it went in. All other values have the layouts that XLA's partitioner infers (``inferred``; where this JAX
-    does not tell them, those that are best): ``inferred_share`` of their bytes do. ``best_s`` and
-    ``best_communication_bytes`` are those of the step with the best layouts inside, within ``memory_limit`` if any fit.
-    ``plan_s``, ``plan_communication_bytes`` and ``plan_peak_bytes`` are the plan's. ``constraints`` says whether the step's own
-    sharding constraints are kept ("keep") or left out ("ignore"). ``losses`` are those of arguments where all else is best;
-    ``unasked`` compares what XLA sends with the plan: see `Loss` and `Unasked`.
+    The arguments have the user's shardings (``in_specs``, over ``axes``); those without a spec (``replicated``) are whole on
+    every device. State comes back in the sharding in which it went in. All other values have the layouts that XLA's partitioner
+    infers (``inferred``; where this JAX does not tell them, those that are best): ``inferred_share`` of their bytes do.
+    ``best_s`` and ``best_communication_bytes`` are those of the step with the best layouts inside, within ``memory_limit`` if
+    any fit. ``plan_s``, ``plan_communication_bytes`` and ``plan_peak_bytes`` are the plan's. ``constraints`` says whether the
+    step's own sharding constraints are kept ("keep") or left out ("ignore"). ``losses`` are those of arguments where all else
+    is best; ``unasked`` compares what XLA sends with the plan: see `Loss` and `Unasked`.
     """
 
     step_time_s: float

@@ -136,7 +136,7 @@ def plan(
             fetches each array where it updates it and sends its new value back; the seconds of both are the plan's ``host_s``,
             and nothing overlaps them. The device's ``host_bytes_per_s`` prices them. With "auto", as few of these arguments
             stay there as the memory limit allows, and none where the step fits without; ``plan.offloaded`` has their leaf
-            numbers. Where that is not enough, activations lie there between the passes (`shardplan.offload`), and light ops
+            numbers. Where that is not enough, activations stay there between the passes (`shardplan.offload`), and light ops
             are computed again; ``plan.hosted`` lists them.
         backend: What runs the plan unless `Plan.jit` is told otherwise: "explicit" (each device its own program, which sends
             what was planned; "auto" is the same) or "specs" (XLA's partitioner follows the PartitionSpecs).

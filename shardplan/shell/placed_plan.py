@@ -261,7 +261,7 @@ class PlacedPlan(PlannedStep):
         return PlacedFigures(title, self.cluster.name, self.groups, self.placed, paths, parts, figures, tried)
 
     def text(self, title: str = "the step") -> str:
-        """A report on the step: the ops and memory of each group, and where arguments lie."""
+        """A report on the step: the ops and memory of each group, and the devices and layouts of arguments."""
         return placed_text(self.figures(title))
 
     def export(self, file: str | os.PathLike[str], *, platform: str | None = None) -> None:
@@ -279,7 +279,7 @@ class PlacedPlan(PlannedStep):
         """The plan as one HTML page that needs no network; with a ``file``, it is written there too, whole or not at all.
 
         The page has the groups with their devices, which source lines each runs, when each program and transfer runs and where
-        groups wait, how each group's arrays lie, and its collectives.
+        groups wait, the layouts of each group's arrays, and its collectives.
 
         Raises:
             ShardplanError: if the file cannot be written.

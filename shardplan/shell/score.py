@@ -91,7 +91,7 @@ def score(
 
     Raises:
         PinError: for a sharding that no argument can have, a rule that matches nothing, an unknown axis.
-        ClusterError: for a mesh that does not lie on the cluster's levels.
+        ClusterError: for a mesh whose axes do not fit the cluster's levels.
         MemoryLimitError: if no plan fits.
     """
     said = {"in_shardings": in_shardings, "rules": rules, "mesh": mesh, "measure": measure, "kwargs": kwargs}
@@ -211,7 +211,7 @@ def _axes(cluster: Cluster, mesh: Any) -> _Axes:
     """The axes of a mesh on a cluster; its levels where there is no mesh.
 
     Raises:
-        ClusterError: for a mesh of another size, or one that does not lie on the cluster's levels.
+        ClusterError: for a mesh of another size, or one whose axes do not fit the cluster's levels.
     """
     if mesh is None:
         sizes = {level.name: level.size for level in cluster.levels}

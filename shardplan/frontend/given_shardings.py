@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.errors import PinError, nearest
 from shardplan.frontend.nnx_state import apart
-from shardplan.frontend.trace import path_words
+from shardplan.frontend.trace import numbered, path_words
 
 Words = tuple[str, ...]
 Pattern = str | re.Pattern[str]
@@ -65,7 +65,7 @@ def spec_entries(what: str, spec: Any) -> tuple[Any, ...]:
 def from_tree(in_shardings: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
     """The shardings of a tree, or a prefix of it, of PartitionSpec, NamedSharding or None, as `jax.jit` takes ``in_shardings``.
 
-    Keys are compared by name, so a tree of an nnx object's state fits the object.
+    Where keys differ, their names are compared, so a tree of an nnx object's state fits the object.
 
     Raises:
         PinError: for a leaf of another type, a leaf without a counterpart, and an argument that the tree leaves out.
@@ -81,15 +81,18 @@ def from_tree(in_shardings: Any, step: Any, args: Sequence[Any]) -> GivenShardin
             )
         in_shardings = tuple(in_shardings)
     flat, _ = jax.tree_util.tree_flatten_with_path(in_shardings, is_leaf=_is_spec)
+    exact = dict(flat)
     given = {_words(path, names): spec for path, spec in flat}
-    leaves = [_words(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(apart(tuple(args)))[0]]
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(apart(tuple(args)))[0]]
+    leaves = [_words(path, names) for path in keys]
     empty = [_words(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_empty)[0]]
     found: dict[str, Any] = {}
-    for words in leaves:
-        prefix = next((words[:n] for n in range(len(words) + 1) if words[:n] in given), None)
-        if prefix is None:
-            raise PinError(f"in_shardings has nothing for {'/'.join(words)}: give it a PartitionSpec, or None to replicate it")
-        found["/".join(words)] = given[prefix]
+    for path, key, words in zip(numbered(map("/".join, leaves)), keys, leaves, strict=True):
+        own = [exact[key[:n]] for n in range(len(key), -1, -1) if key[:n] in exact]
+        own += [given[words[:n]] for n in range(len(words), -1, -1) if words[:n] in given]
+        if not own:
+            raise PinError(f"in_shardings has nothing for {path}: give it a PartitionSpec, or None to replicate it")
+        found[path] = own[0]
     for words, spec in given.items():
         if spec is not None and not any(own[: len(words)] == words for own in (*leaves, *empty)):
             known = ["/".join(own) for own in leaves]
@@ -111,17 +114,12 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
         PinError: for a malformed rule, one over paths or of a file that matches nothing, logical rules for a model that names no
             axes, and no sharding at all.
     """
-    leaves = list(_leaves(step, args))
+    leaves = _leaves(step, args)
     pairs = [(p, _resolved(p, value, leaves)) for p, value in _pairs(rules)]
     paths = [(p, spec_entries(f"the rule {_text(p)!r}", spec)) for p, spec in pairs if isinstance(spec, PartitionSpec)]
     logical = [(_text(name), axes) for name, axes in pairs if not isinstance(axes, PartitionSpec)]
     carried = {leaf.path: _carried(leaf, logical, [p for p, _ in paths]) for leaf in leaves}
-    for pattern, entries in paths:
-        if not any(_matches(pattern, path) for path in carried):
-            text = _text(pattern)
-            raise PinError(
-                f"the rule {text!r} = {PartitionSpec(*entries)} matches no argument{nearest(text, list(carried))}", pins=(text,)
-            )
+    _check_used(paths, list(carried))
     if all(origin == "" for origin, _ in carried.values()) and (logical or not paths):
         what = (
             f"the rule {logical[0][0]!r} = {logical[0][1]!r} is for logical axes, but" if logical else "nothing shards the step:"
@@ -135,6 +133,21 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
         for path, own in carried.items()
     }
     return _collected(found)
+
+
+def _check_used(rules: Sequence[tuple[Pattern, tuple[Any, ...]]], paths: Sequence[str]) -> None:
+    """Refuses a rule over paths that matches none, or comes after a wider one."""
+    found = [{path for path in paths if _matches(pattern, path)} for pattern, _ in rules]
+    for n, ((pattern, entries), matched) in enumerate(zip(rules, found, strict=True)):
+        text = _text(pattern)
+        what = f"the rule {text!r} = {PartitionSpec(*entries)}"
+        if not matched:
+            others = sum(not own for own in found) - 1
+            whole = f"; nor do {others} of the other rules: are they for another step?" if others else ""
+            raise PinError(f"{what} matches no argument{nearest(text, paths)}{whole}", pins=(text,))
+        wider = next((_text(p) for (p, _), own in zip(rules[:n], found, strict=False) if matched < own), None)
+        if wider is not None:
+            raise PinError(f"{what} never applies: {wider!r} before it matches all of its arguments; put it first", pins=(text,))
 
 
 def _text(pattern: Pattern) -> str:
@@ -175,12 +188,12 @@ class _Leaf:
         )
 
 
-def _leaves(step: Any, args: Sequence[Any]) -> Iterator[_Leaf]:
+def _leaves(step: Any, args: Sequence[Any]) -> list[_Leaf]:
     names = _jax.argument_names(step, len(args))
     flat, _ = jax.tree_util.tree_flatten_with_path(apart(tuple(args)), is_leaf=_is_box)
-    for path, box in flat:
-        for inner, leaf in jax.tree_util.tree_flatten_with_path(box)[0]:
-            yield _Leaf("/".join(_words((*path, *inner), names)), leaf, box if _is_box(box) else None)
+    rows = [((*path, *inner), leaf, box) for path, box in flat for inner, leaf in jax.tree_util.tree_flatten_with_path(box)[0]]
+    paths = numbered("/".join(_words(path, names)) for path, _, _ in rows)
+    return [_Leaf(path, leaf, box if _is_box(box) else None) for path, (_, leaf, box) in zip(paths, rows, strict=True)]
 
 
 def _resolved(pattern: Pattern, value: Any, leaves: Sequence[_Leaf]) -> Any:

@@ -7,7 +7,7 @@ function: then the call is one op. ``scan``, ``while``, ``cond`` and ``remat2`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,8 +55,8 @@ def trace(step: Callable[..., Any], *args: Any, donate_argnums: Sequence[int] = 
         traced = jax.jit(step).trace(*jax.tree.map(_abstract, args))
     closed = traced.jaxpr
     out_flat, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
-    input_paths = tuple(_path(path, names) for path, _ in flat)
-    output_paths = tuple(_path(path, ()) for path, _ in out_flat)
+    input_paths = numbered(_path(path, names) for path, _ in flat)
+    output_paths = numbered(_path(path, ()) for path, _ in out_flat)
     builder = _Builder()
     program = builder.program(closed.jaxpr, closed.consts)
     shapes = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype, weak_type=info.weak_type) for _, info in out_flat)
@@ -98,6 +98,22 @@ def _path(path: Sequence[Any], names: Sequence[str]) -> str:
     if names and words:
         words[0] = names[int(words[0])]
     return "/".join(words) or "result"
+
+
+def numbered(paths: Iterable[str]) -> tuple[str, ...]:
+    """The paths, with a number appended to each repeated one.
+
+    >>> numbered(["a", "b", "a"])
+    ('a', 'b', 'a#2')
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        name, count = path, 1
+        while name in found:
+            count += 1
+            name = f"{path}#{count}"
+        found[name] = None
+    return tuple(found)
 
 
 def path_words(path: Sequence[Any]) -> list[str]:

@@ -11,7 +11,6 @@ from shardplan.ir import Layout, spec_text
 from shardplan.plans.data import Argument, PlanData
 from shardplan.plans.files import AnyData
 from shardplan.plans.placed_data import PlacedData, conditions
-from shardplan.report.paths import apart
 from shardplan.report.tables import device_ranges
 
 _RUN = ("backend", "microbatches", "remat", "donate_argnums")
@@ -96,8 +95,8 @@ def _on_all_devices(data: PlanData) -> View:
     return View(
         data,
         (part,),
-        {path: (part, a) for path, a in zip(apart(a.path for a in data.arguments), data.arguments, strict=True)},
-        dict(zip(apart(data.result_paths), map(part.text, data.result_layouts), strict=True)),
+        {a.path: (part, a) for a in data.arguments},
+        dict(zip(data.result_paths, map(part.text, data.result_layouts), strict=True)),
         {"axes": " x ".join(f"{name}={k}" for name, k in data.axes.items()), **_run(data)},
         {name: getattr(data, name) for name in names},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 _NAMES = 3
@@ -19,22 +19,6 @@ class PathGroup:
 
     pattern: str
     paths: tuple[str, ...]
-
-
-def apart(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths, with a number appended to each repeated one.
-
-    >>> apart(["a", "b", "a"])
-    ('a', 'b', 'a#2')
-    """
-    found: dict[str, None] = {}
-    for path in paths:
-        name, count = path, 1
-        while name in found:
-            count += 1
-            name = f"{path}#{count}"
-        found[name] = None
-    return tuple(found)
 
 
 def grouped(attributes: Mapping[str, Hashable]) -> tuple[PathGroup, ...]:

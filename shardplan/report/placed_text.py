@@ -13,7 +13,7 @@ from shardplan.regions.buffers import most_held
 from shardplan.regions.placed import PlacedStep
 from shardplan.regions.tasks import PlacedTaskGraph, Task
 from shardplan.report.json import PLAN_KEYS
-from shardplan.report.paths import apart, grouped
+from shardplan.report.paths import grouped
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import device_ranges, seconds, size, table
 
@@ -58,7 +58,7 @@ def placed_text(plan: PlacedFigures) -> str:
     lines += ["", table(["group", "devices", "mesh", "used for", "busy", "held"], rows, align="lllrrr")]
     held = Counter(group for group, _ in graph.inputs)
     lies = [(str(group), _spec(plan, group, key[0])) for group, key in graph.inputs]
-    specs = dict(zip(apart(plan.paths), lies, strict=True))
+    specs = dict(zip(plan.paths, lies, strict=True))
     alike = [[g.pattern, str(len(g.paths)), *specs[g.paths[0]]] for g in grouped(specs)]
     lines += ["", table(["argument", "arrays", "group", "spec"], alike, align="lrrl"), ""]
     lines.append("arguments held: " + ", ".join(f"group {g} {n}" for g, n in sorted(held.items())))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from shardplan.mesh.factoring import device_order
 from shardplan.plans.data import PlanData
-from shardplan.report.paths import apart
 from shardplan.report.tables import seconds, size
 
 BY_PATH = '''\
@@ -114,7 +113,7 @@ def specs_file(plan: PlanData, order: Sequence[int] | None = None) -> str:
 
 
 def _rows(paths: Iterable[str], specs: Iterable[Sequence[object]]) -> str:
-    return "".join(f"    {path!r}: P({', '.join(map(repr, spec))}),\n" for path, spec in zip(apart(paths), specs, strict=True))
+    return "".join(f"    {path!r}: P({', '.join(map(repr, spec))}),\n" for path, spec in zip(paths, specs, strict=True))
 
 
 def comment(text: str) -> str:

@@ -50,7 +50,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors, chunks_in, stages_in
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
-from shardplan.shell.offload_option import Hosted, read_hosted
+from shardplan.shell.offload_option import read_hosted
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placement_search import best_microbatches, best_placement
 from shardplan.shell.placements import PlacementLike, on_groups, refuse_with_groups, stage_groups
@@ -183,8 +183,8 @@ def plan(
     wanted = Wanted(limit.nbytes, own, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner, best=best)
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), read_hosted(offload, resolved)
-    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, began, traced_at)
-    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto", hosted=hosted)
+    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, hosted, began, traced_at)
+    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto")
     if stages == 1 and placement == "one":
         return on_all_devices(asked)
     alone = {"pins": pins, "remat": remat != "none", "offload": hosted, "objective": objective != "time"}
@@ -197,15 +197,15 @@ def plan(
     return on_groups(asked, stages, each, placement)
 
 
-def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool, hosted: Hosted) -> Plan:
-    """The plan of a step with every op on all devices, and with the arguments ``hosted`` in host memory.
+def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool) -> Plan:
+    """The plan of a step with every op on all devices.
 
     Raises:
         MemoryLimitError: if no plan fits.
         OffloadError: for an argument that cannot stay in host memory.
         MicrobatchError: for a step that cannot be cut into the microbatches asked for.
     """
-    program = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate)
+    program, hosted = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), asked.hosted
     ways = planned_in_host_memory if hosted == "auto" else planned
     program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
     wanted = replace(asked.searcher.wanted, microbatched=asked.microbatches.count > 1)

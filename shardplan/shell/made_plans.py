@@ -18,13 +18,14 @@ from shardplan.planning.wanted import step_time_s
 from shardplan.plans.data import PlanData
 from shardplan.plans.summary import decided
 from shardplan.shell.memory_default import MemoryLimit
+from shardplan.shell.offload_option import Hosted
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request for a plan: the traced step, and the conditions of the search.
 
-    ``began_s`` and ``traced_s`` are instants of `time.perf_counter`.
+    ``hosted`` are the arguments that stay in host memory. ``began_s`` and ``traced_s`` are instants of `time.perf_counter`.
     """
 
     step: Callable[..., Any]
@@ -34,6 +35,7 @@ class Asked:
     donate_argnums: tuple[int, ...]
     time_budget_s: float | None
     microbatches: Microbatches
+    hosted: Hosted
     began_s: float
     traced_s: float
 
@@ -55,6 +57,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         microbatches=asked.microbatches,
         remat=made.planned.remat,
         hosted=made.planned.hosted,
+        offload=("auto",) if asked.hosted == "auto" else asked.hosted,
         one_choice=problem.coarse.one_choice,
         donate_argnums=asked.donate_argnums,
         replicate=tuple(asked.searcher.replicate),

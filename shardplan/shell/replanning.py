@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -17,7 +16,8 @@ from shardplan.errors import MemoryLimitError, PinError, ReshardError
 from shardplan.ir import Entry, Program
 from shardplan.mesh import Cluster, factors
 from shardplan.microbatches.accumulating import microbatched
-from shardplan.offload import offloaded
+from shardplan.offload import matching, offloaded
+from shardplan.planning.host_memory import planned_in_host_memory
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
@@ -31,6 +31,7 @@ from shardplan.shell.clusters import ClusterLike, resolve_cluster
 from shardplan.shell.factor_options import FactorsLike, checked_axes, checked_factors
 from shardplan.shell.made_plans import Asked, plan_data
 from shardplan.shell.memory_default import memory_limit as read_limit
+from shardplan.shell.offload_option import read_hosted
 from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placed_replanning import placed_again
 from shardplan.shell.plan_of_step import Plan
@@ -53,6 +54,7 @@ def replan(
     remat: str | None = None,
     backend: str | None = None,
     time_model: str | None = None,
+    offload: str | Sequence[str] | None = None,
 ) -> Plan | Any:
     """A plan of the same step for another cluster, after a node was lost or added, or links or devices became slower.
 
@@ -70,8 +72,8 @@ def replan(
         plan: The plan to replace.
         cluster: As for `shardplan.plan`, as are all options. Options that are not given come from the old plan: a memory limit
             that the user gave, pins that still apply, axes that still multiply to the number of devices (others are dropped
-            with a warning), ``remat``, the backend and so on. Donated arguments, replicated primitives, microbatches and
-            arguments in host memory stay as they are.
+            with a warning), ``remat``, ``offload``, the backend and so on; only ``factors`` and ``one_choice`` do not. Donated
+            arguments, replicated primitives and microbatches stay as they are.
 
     Raises:
         ReshardError: for a plan on given groups, if one of their devices is gone.
@@ -89,6 +91,7 @@ def replan(
         "remat": remat,
         "backend": backend,
         "time_model": time_model,
+        "offload": offload,
     }
     given = {name: value for name, value in given.items() if value is not None} | {"one_choice": one_choice}
     if isinstance(plan, PlacedPlan):
@@ -121,6 +124,7 @@ def _replanned(
     remat: str | None = None,
     backend: str | None = None,
     time_model: str | None = None,
+    offload: str | Sequence[str] | None = None,
 ) -> Plan:
     """`replan`, or, if ``warm``, from the old layouts alone where these can be kept."""
     data, began = plan.data, time.perf_counter()
@@ -141,12 +145,13 @@ def _replanned(
         limit.nbytes, donated, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner,
         best=best_of(observer), microbatched=data.microbatches.count > 1,
     )  # fmt: skip
-    searcher = Searcher(data.replicate, shared, resolved, wanted)
-    asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, data.microbatches, began, began)
-    if data.offloaded:
-        resolved.host_link_bytes_per_s()
-    program = offloaded(microbatched(plan.traced.program, data.microbatches, data.replicate), data.offloaded)
-    made = _best(plan, program, searcher, limit.origin, recompute=remat == "auto", warm=warm)
+    searcher, parts = Searcher(data.replicate, shared, resolved, wanted), data.microbatches
+    own: str | Sequence[str] = "auto" if data.offload == ("auto",) else data.offload
+    hosted = read_hosted(own if offload is None else offload, resolved)
+    asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, parts, hosted, began, began)
+    program = microbatched(plan.traced.program, data.microbatches, data.replicate)
+    program = program if hosted == "auto" else offloaded(program, matching(program, hosted))
+    made = _best(plan, program, asked, recompute=remat == "auto", warm=warm)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=plan.traced, program=made.planned.program, graph=made.session.graph, step=plan.step,
@@ -154,23 +159,22 @@ def _replanned(
     )  # fmt: skip
 
 
-def _best(plan: Plan, program: Program, searcher: Searcher, origin: str, *, recompute: bool, warm: bool) -> Made:
+def _best(plan: Plan, program: Program, asked: Asked, *, recompute: bool, warm: bool) -> Made:
     """The fastest plan of a new search, of the old layouts, and of a search from those; if ``warm``, the first runs only where
-    the others find none.
+    the others find none. Old layouts have the same values in host memory.
 
     Raises:
         MemoryLimitError: if none of them fits.
     """
-    wanted, fresh, refusal = searcher.wanted, None, None
-    free = wanted.factors is None and not wanted.objective.everything_split
+    searcher, origin = asked.searcher, asked.limit.origin
+    wanted, fresh, refusal, auto = searcher.wanted, None, None, asked.hosted == "auto"
+    kept = auto or program.offloaded == plan.data.offloaded
+    free = kept and wanted.factors is None and not wanted.objective.everything_split
     if warm and free and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
         return min(old, key=step_time_s)
     try:
-        if hosted := plan.data.hosted:  # they lie there still, beside what is computed again with them
-            fresh = planned(plan.program, searcher, origin, recompute=False)
-            fresh = replace(fresh, planned=replace(fresh.planned, remat=plan.data.remat, hosted=hosted))
-        else:
-            fresh = planned(program, searcher, origin, recompute=recompute)
+        search = planned_in_host_memory if auto else planned
+        fresh = search(program, searcher, origin, recompute=recompute)
     except MemoryLimitError as error:
         refusal = error
     old = inherited(plan.data, plan.program, searcher.cluster, wanted, fresh) if free else []

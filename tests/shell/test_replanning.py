@@ -213,3 +213,26 @@ def test_a_checkpoint_is_restored_in_the_layouts_of_another_plan(eager: Any, off
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(restored)}
     assert kinds == ({"device"} if offload == "none" else {"device", "pinned_host"})
+
+
+def test_what_stays_in_host_memory_is_decided_anew() -> None:
+    """Alone on two devices, the moments fit nowhere else."""
+
+    def step(state: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["w"])
+        m, v = 0.9 * state["m"] + g, 0.9 * state["v"] + g * g
+        return {"w": state["w"] - 0.1 * m / (jnp.sqrt(v) + 1e-3), "m": m, "v": v}
+
+    w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((256, 2048), "float32")
+    state, options = dict.fromkeys("wmv", w), {"donate_argnums": 0, "memory_limit": "35MiB"}
+    plan = shardplan.plan(step, state, x, cluster="1x8", offload="auto", **options)
+    assert not plan.offloaded
+    again = shardplan.replan(plan, "1x2")
+    assert again.offloaded == shardplan.plan(step, state, x, cluster="1x2", offload="auto", **options).offloaded
+    assert again.offloaded
+    assert again.peak_bytes <= again.memory_limit
+    with pytest.raises(shardplan.MemoryLimitError):
+        shardplan.replan(plan, "1x2", offload="none")
+    alone = shardplan.plan(step, state, x, cluster="1x2", donate_argnums=0)
+    assert shardplan.replan(alone, "1x2", offload=["*/m"]).offloaded == {0}
+    assert shardplan.replan(again, "1x8").offloaded == frozenset()

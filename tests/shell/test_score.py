@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -431,3 +431,42 @@ def test_a_batch_that_is_whole_everywhere_is_named_as_one() -> None:
     split = shardplan.score(step, *args, cluster="2x4", in_shardings=(P(), P(("node", "gpu"))), donate_argnums=0)
     assert first.seconds == pytest.approx(score.step_time_s - split.step_time_s)
     assert first.seconds > 0.5 * score.step_time_s
+
+
+class Heads(NamedTuple):
+    """A state whose first weight has the name under which nnx keeps a variable's array."""
+
+    value: Any
+    policy: Any
+
+
+def two(state: Any, x: jax.Array) -> Any:
+    """A step of two weights."""
+
+    def loss(state: Any) -> jax.Array:
+        first, second = jax.tree.leaves(state)
+        return jnp.mean(((x @ first) @ second) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, state, jax.grad(loss)(state))
+
+
+def test_each_array_has_the_spec_at_its_own_place() -> None:
+    square, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
+    given = Heads(P("gpu"), P(None, "node"))
+    score = shardplan.score(two, Heads(square, square), x, cluster="2x4", in_shardings=(given, P("gpu")))
+    assert score.in_specs == {"state": "P('gpu')", "state/policy": "P(None, 'node')", "x": "P('gpu')"}
+    state = {"a/b": square, "a": {"b": square}}
+    score = shardplan.score(two, state, x, cluster="2x4", in_shardings=({"a/b": P("gpu"), "a": {"b": P(None, "node")}}, P()))
+    assert score.in_specs == {"state/a/b": "P(None, 'node')", "state/a/b#2": "P('gpu')", "x": "P()"}
+    rules = {"state/a/b#2": P("gpu"), "*": P()}
+    assert shardplan.score(two, state, x, cluster="2x4", rules=rules).in_specs["state/a/b#2"] == "P('gpu')"
+
+
+def test_a_rule_that_never_applies_is_refused() -> None:
+    args = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
+    with pytest.raises(PinError, match=r"the rule 'x' = P.*'gpu'.* never applies: '\*' before it matches all .*; put it first"):
+        shardplan.score(adam_step, *args, cluster="2x4", rules={"w": P("node"), "*": None, "x": P("gpu")})
+    with pytest.raises(PinError, match=r"'a' .* matches no argument.*; nor do 2 of the other rules: are they for another step"):
+        shardplan.score(adam_step, *args, cluster="2x4", rules={"a": P("node"), "b": P(), "c": P()})
+    rest = {"w": P("node"), "x": P("gpu"), "*": None}
+    assert shardplan.score(lambda w, x: x @ w, *args, cluster="2x4", rules=rest).in_specs == {"w": "P('node')", "x": "P('gpu')"}

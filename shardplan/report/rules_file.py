@@ -16,6 +16,7 @@ from shardplan.plans.data import PlanData
 
 Spec = tuple[object, ...]
 _NUMBER = re.compile(r"(\d+)")
+_COPY = re.compile(r"#\d+$")
 _SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # JSON allows these, YAML does not
 
@@ -24,8 +25,10 @@ def rules_file(plan: PlanData) -> str:
     """The text of the file."""
     names = tuple(plan.axes)
     specs: dict[str, dict[Spec, None]] = {}
+    paths = {a.path for a in plan.arguments}
     for a in plan.arguments:
-        specs.setdefault(a.path, {})[a.layout.entries(names) if a.layout else ()] = None
+        first = _COPY.sub("", a.path)  # as the step has it
+        specs.setdefault(first if first in paths else a.path, {})[a.layout.entries(names) if a.layout else ()] = None
     rules = folded({path: next(iter(own)) for path, own in specs.items() if len(own) == 1})
     lines = [
         f"# Rules for the {len(plan.arguments)} argument arrays of a step, planned on {one_line(plan.cluster.name)}.",

@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.long_options: dict[str, argparse.Action] = {}
+        self.short_options: set[str] = set()
+        self._intermixed = False
         self.repeated: set[str] = set()
         self.commands: Mapping[str, Parser] = {}
         self.refused: frozenset[str] = frozenset()
@@ -53,9 +55,20 @@ class Parser(argparse.ArgumentParser):
         """Adds an argument, and records its long names."""
         action = super().add_argument(*names, **options)
         long = [name[2:] for name in action.option_strings if name.startswith("--")]
+        self.short_options.update(name for name in action.option_strings if not name.startswith("--"))
         self.long_options.update(dict.fromkeys(long, action))
         self.repeated.update(long if options.get("action") == "append" else [])
         return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses the words of a command. Positional words may stand on both sides of options."""
+        if self.commands or self._intermixed:
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True  # argparse comes back here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2."""

@@ -90,8 +90,10 @@ def _given(words: Sequence[str], parser: Parser) -> dict[str, list[str]]:
         action = parser.long_options.get(name) if word.startswith("--") else None
         if action is not None:
             found.setdefault(name, []).append(value if equals else "" if action.nargs == 0 else next(left, ""))
-        elif word.startswith("-"):
-            next(left, "")  # the value of a short option
+        elif word in parser.short_options:
+            next(left, "")  # its value
+        elif word.startswith("-") and word != "-":  # a short option with its value attached
+            continue
         else:
             found[_FREE].append(word)
     return found

@@ -116,6 +116,8 @@ def scored(
         raise ShardplanError(f"score has no option {unknown[0]!r}: it takes {', '.join(sorted(_OPTIONS))}")
     if in_shardings != () and rules != ():
         raise PinError("in_shardings= and rules= cannot be given together: each says how all arguments lie")
+    if not isinstance(measure, bool):
+        raise ShardplanError(f"unsupported measure={measure!r}: use True or False")
     if constraints not in ("keep", "ignore"):
         raise ShardplanError(f"unsupported constraints={constraints!r}: use 'keep', or 'ignore' to leave them out")
     options["donate_argnums"] = positions(options.get("donate_argnums", ()), len(args), "donate_argnums")
@@ -197,7 +199,7 @@ def _mesh_of(given: GivenShardings, mesh: Any, cluster: ClusterLike) -> Any:
     Raises:
         ClusterError: for several meshes, or an invalid one.
     """
-    if isinstance(mesh, Mapping) and not (mesh and all(isinstance(n, int) and n > 0 for n in mesh.values())):
+    if isinstance(mesh, Mapping) and not (mesh and all(type(n) is int and n > 0 for n in mesh.values())):
         raise ClusterError(f"mesh={mesh!r}: give sizes by axis name, slowest first, for example {{'data': 4, 'tensor': 2}}")
     meshes: list[Any] = [*given.meshes]
     meshes += [mesh] if mesh is not None and mesh not in meshes else []
@@ -250,7 +252,10 @@ def _priced(
         return _pinned(step, args, cluster, {**own, "pins": pins, "factors": axes.parts})
     except PinError as error:
         paths = [globs[pin] for pin in error.pins if pin in globs]
-        raise PinError(f"{given.origins[paths[0]] if paths else 'your sharding'}: {error}", pins=paths) from None
+        said = str(error)
+        for pin in error.pins:
+            said = said.replace(f"the pin {pin!r} = ", "", 1)  # the user wrote none
+        raise PinError(f"{given.origins[paths[0]] if paths else 'your sharding'}: {said}", pins=paths) from None
 
 
 def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike, options: Mapping[str, Any]) -> Plan:

@@ -85,6 +85,8 @@ def _object(file: Path, *, paths: bool) -> ShardingFile:
 
 def _parsed(file: Path) -> Any:
     text = _text(file)
+    if not text.strip():
+        raise ShardplanError(f'{file}: the file is empty: write {{"params/w": "P(\'gpu\')"}}')
     try:
         return tomllib.loads(text) if file.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:

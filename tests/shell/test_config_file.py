@@ -199,3 +199,17 @@ def test_each_script_names_every_command(shell: str, capsys: pytest.CaptureFixtu
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
+
+
+def test_a_value_may_be_attached_to_a_short_option(tmp_path: Path) -> None:
+    """The file's ``memory`` is for planning, which a given plan leaves out."""
+    for output in (["-ot.json"], ["-o", "t.json"]):
+        given = ["simulate", TARGET, *output, "--plan", "p.json"]
+        assert words(tmp_path, '[tool.shardplan]\nmemory = "1GiB"', *given, name="pyproject.toml") == given
+
+
+def test_positional_words_may_stand_on_both_sides_of_options() -> None:
+    parser, _ = _parser()
+    for argv in (["explain", "p.json", "--json", "w"], ["explain", "--json", "p.json", "w"]):
+        options = parser.parse_args(argv)
+        assert (options.file, options.path, options.json) == ("p.json", "w", True)

@@ -203,6 +203,9 @@ MISTAKES = [
     ({"in_shardings": P(), "rules": {"*": P()}}, "cannot be given together"),
     ({"in_shardings": P(), "mesh": {"data": 3}}, "has 3 devices, and '2x4' has 8"),
     ({"in_shardings": P(), "mesh": {}}, "give sizes by axis name"),
+    ({"in_shardings": P(), "mesh": {"data": True}}, "give sizes by axis name"),
+    ({"in_shardings": P(), "measure": "x"}, "unsupported measure='x'"),
+    ({"rules": {"batch/inputs": P("gpu", "gpu")}}, "the rule 'batch/inputs': P('gpu', 'gpu') "),
     ({"in_shardings": P(), "pins": {"*": P()}}, "score has no option 'pins'"),
 ]
 
@@ -355,7 +358,7 @@ def test_odd_sizes_are_priced_whole() -> None:
 
     args = jnp.ones((7, 5)), jnp.ones((9, 7))
     assert shardplan.score(step, *args, cluster="2x4", in_shardings=P()).in_specs == {"w": "P()", "x": "P()"}
-    with pytest.raises(PinError, match=r"in_shardings: w: .* does not divide 7; 8 would"):
+    with pytest.raises(PinError, match=r"in_shardings: w: .* does not divide 7; pad it to 8"):
         shardplan.score(step, *args, cluster="2x4", in_shardings=(P("node"), P()))
 
 

@@ -71,6 +71,7 @@ def test_the_report_names_the_losses(files: Path, capsys: pytest.CaptureFixture[
 
 FILES = [
     ("s.json", "{", "s.json: is not JSON"),
+    ("s.json", " \n", "s.json: the file is empty"),
     ("s.json", "[1]", "s.json: this is no object of specs"),
     ("s.json", "{}", "s.json: it has no specs"),
     ("s.json", '{"batch/inputs": 3}', "s.json: batch/inputs: 3 is no spec"),

@@ -187,8 +187,8 @@ def _claim(problem: Problem, pattern: str, entries: Sequence[Entry], i: int) -> 
         parts = math.prod(problem.sizes[f] for f in over)
         if n % parts:
             rounded_up = -(-n // parts) * parts
-            why = f"cuts dim {d} of {path} {shape} {parts} ways, which does not divide {n}; {rounded_up} would"
-            raise _refusal(pattern, entries, why)
+            cut = f"cuts dim {d} of {path} {shape} {parts} ways"
+            raise _refusal(pattern, entries, f"{cut}, which does not divide {n}; pad it to {rounded_up}, or leave it whole")
     state = problem.resharder.state(shape, layout)
     assert state in problem.domains[v], "a layout that divides is in the domain"
     return Claim(pattern, _named(pattern, entries), path, t, v, (state,))

@@ -148,7 +148,7 @@ def test_a_pin_that_is_wrong_by_itself_is_the_conflict(pin: str, says: str) -> N
     [
         ((0, 64), P("gpu"), r"splits x \(0, 64\), which has no elements"),
         ((0, 64), P(None, "gpu"), "which has no elements"),
-        ((1, 64), P("gpu"), "cuts dim 0 of x .* 2 ways, which does not divide 1; 2 would"),
+        ((1, 64), P("gpu"), "cuts dim 0 of x .* 2 ways, which does not divide 1; pad it to 2, or leave it whole"),
         ((1, 1), P(None, "gpu"), "a scalar"),
     ],
     ids=str,

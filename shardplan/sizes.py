@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from .errors import ShardplanError
 
@@ -46,3 +48,12 @@ def counted(number: int, one: str, several: str = "") -> str:
     ('1 loss', '0 losses', '2 operators')
     """
     return f"{number} {one if number == 1 else several or f'{one}s'}"
+
+
+def axes_text(axes: Mapping[Any, int]) -> str:
+    """The axes of a mesh with their sizes.
+
+    >>> axes_text({"node": 2, "gpu": 4}), axes_text({})
+    ('node=2 x gpu=4', 'one device')
+    """
+    return " x ".join(f"{name}={size}" for name, size in axes.items()) or "one device"

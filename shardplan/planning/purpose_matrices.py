@@ -36,6 +36,7 @@ from shardplan.search.strategy.memory_pricing import Descent
 from shardplan.search.strategy.polish import polish
 from shardplan.search.strategy.purposes import ContractionLoops, LoopKind, Purpose, purposes
 from shardplan.search.strategy.solve import Outcome, limit_costs
+from shardplan.sizes import axes_text
 
 _KINDS: Mapping[Purpose, LoopKind | None] = {
     "data": "batch",
@@ -156,7 +157,9 @@ class _Search:
     def best(self, stopped: Stopped) -> Found:
         """The best outcome of the search; the others that fit come with it."""
         if not self.found:
-            raise self.refused[0] if self.refused else ClusterError(f"no plan has the axes {_text(self.axes)}: leave axes= out")
+            raise (
+                self.refused[0] if self.refused else ClusterError(f"no plan has the axes {axes_text(self.axes)}: leave axes= out")
+            )
         (problem, outcome), *others = sorted(self.found, key=lambda f: f[1].best.rank(self.wanted.memory))
         if stopped:
             outcome.rivals.close()
@@ -174,7 +177,7 @@ class _Search:
         except PinError as error:
             return self._leave_out(over, error)
         except ClusterError as error:
-            return self._leave_out(over, ClusterError(f"axes={_text(self.axes)}: {error}: give fewer axes"))
+            return self._leave_out(over, ClusterError(f"axes={axes_text(self.axes)}: {error}: give fewer axes"))
         loops = ContractionLoops(problem)
         _check_used(loops, self.axes)
         outcome = _outcome(problem, restricted(problem, domains, of, loops), of, wanted, lambda part: first + share * part)
@@ -254,7 +257,7 @@ def _refusal(found: Found, unused: Sequence[int], wanted: Wanted) -> AxisError:
     divides = any(extent % size == 0 for extent in extents)
     pins = f", or leave out the pins on {', '.join(map(repr, wanted.pins))}" if wanted.pins and divides else ""
     return AxisError(
-        f"axes={_text(wanted.axes)}: {what} {size} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
+        f"axes={axes_text(wanted.axes)}: {what} {size} for {purpose!r}; the loops that {purpose!r} cuts have the extents {had}: "
         f"give sizes that divide them and the weights{pins}",
         purpose=purpose,
         size=size,
@@ -269,7 +272,3 @@ def _check_used(loops: ContractionLoops, axes: Mapping[Purpose, int]) -> None:
         if size > 1 and _KINDS[purpose] is not None and _KINDS[purpose] not in kinds:
             message = f"axes: no product of this step has a loop for {purpose!r}: leave it out, or give it size 1"
             raise AxisError(message, purpose=purpose, size=size, loops=_KINDS[purpose])
-
-
-def _text(axes: Mapping[Purpose, int]) -> str:
-    return " x ".join(f"{name}={n}" for name, n in axes.items())

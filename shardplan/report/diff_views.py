@@ -12,6 +12,7 @@ from shardplan.plans.data import Argument, PlanData
 from shardplan.plans.files import AnyData
 from shardplan.plans.placed_data import PlacedData, conditions
 from shardplan.report.tables import device_ranges
+from shardplan.sizes import axes_text
 
 _RUN = ("backend", "microbatches", "remat", "donate_argnums")
 _OF_A_GROUP = ("compute_s", "communication_s", "communication_bytes", "peak_bytes")
@@ -97,7 +98,7 @@ def _on_all_devices(data: PlanData) -> View:
         (part,),
         {a.path: (part, a) for a in data.arguments},
         dict(zip(data.result_paths, map(part.text, data.result_layouts), strict=True)),
-        {"axes": " x ".join(f"{name}={k}" for name, k in data.axes.items()), **_run(data)},
+        {"axes": axes_text(data.axes), **_run(data)},
         {name: getattr(data, name) for name in names},
     )
 
@@ -105,7 +106,7 @@ def _on_all_devices(data: PlanData) -> View:
 def _on_groups(data: PlacedData) -> View:
     parts = tuple(PlanPart(n, plan) for n, plan in enumerate(data.groups))
     own = [{a.path: a for a in part.plan.arguments} for part in parts]
-    meshes = [" x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device" for plan in data.groups]
+    meshes = [axes_text(plan.axes) for plan in data.groups]
     runs = sum(row.kind == "task" for row in data.issues)
     groups = {
         f"group {n}": f"devices {device_ranges(d)} as {mesh}"

@@ -31,6 +31,7 @@ from shardplan.report.plan_text import (
 from shardplan.report.tables import NEAR, seconds, size
 from shardplan.search.coarsening.variables import FREE
 from shardplan.search.session import Session
+from shardplan.sizes import axes_text
 
 _LINES = 3
 """At most this many source lines, uses and collectives are named."""
@@ -120,7 +121,7 @@ class _Why:
     def whole(self) -> str:
         """Time, memory and its contents, best baseline, binding constraints, dearest collectives and indivisible dims."""
         plan = self.plan
-        mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
+        mesh = axes_text(plan.axes)
         spent = f"compute {seconds(plan.compute_s)}, communication {seconds(plan.communication_s)}"
         lines = [f"{seconds(plan.step_time_s)} a step on {mesh}: {spent};"]
         limit = size(plan.memory_limit) + (f" ({plan.memory_limit_origin})" if plan.memory_limit_origin else "")

@@ -14,6 +14,7 @@ from shardplan.ir import spec_text
 from shardplan.plans.data import PlanData
 from shardplan.report.paths import grouped
 from shardplan.report.rules_file import flow, one_line
+from shardplan.sizes import axes_text
 
 AXES = ("data", "fsdp", "sequence", "tensor", "expert")
 """The purposes with a MaxText mesh axis of the same name, in MaxText's order."""
@@ -31,7 +32,7 @@ def maxtext_file(plan: PlanData) -> str:
     used = [axis for axis in AXES if math.prod(sizes[axis]) > 1]
     rules = {name: [axis for axis in axes if axis in used] for name, axes in _LOGICAL.items()}
     lines = [
-        f"# For MaxText, from a plan on {one_line(plan.cluster.name)}: {_mesh_text(plan)}.",
+        f"# For MaxText, from a plan on {one_line(plan.cluster.name)}: {axes_text(plan.axes)}.",
         *(f"# {text}." for text in replicas(plan)),
         "# mesh_axes are the axes that the plan uses. MaxText's others have size 1: keep those of your version's base.yml.",
         f"mesh_axes: {flow(used)}",
@@ -67,10 +68,6 @@ def _sizes(plan: PlanData) -> dict[str, tuple[int, int]]:
 def between_nodes(levels: Sequence[str]) -> int:
     """The number of levels between nodes; ``levels`` are their names, slowest first."""
     return next((n + 1 for n, name in enumerate(levels) if name in _NODES), len(levels) - 1)
-
-
-def _mesh_text(plan: PlanData) -> str:
-    return " x ".join(f"{name}={size}" for name, size in plan.axes.items())
 
 
 def _not_said(plan: PlanData) -> Iterator[str]:

@@ -19,6 +19,7 @@ from shardplan.report.paths import grouped
 from shardplan.report.placed_text import idle_share, transfer_bytes
 from shardplan.report.tables import device_ranges, seconds, size
 from shardplan.search.session import Session
+from shardplan.sizes import axes_text
 
 _PATTERNS = 6
 """At most this many patterns of arguments are named for a group."""
@@ -103,7 +104,7 @@ def _group(plan: PlacedData, placed: PlacedStep, n: int, ops: Sequence[Op]) -> s
     """What a group runs and holds, how it is cut, how long it computes and waits, and what it sends."""
     graph, dispatch, own = placed.graph, placed.dispatch, plan.groups[n]
     busy_s, step_s = dispatch.busy_s(graph, n), dispatch.step_time_s
-    mesh = " x ".join(f"{name}={k}" for name, k in own.axes.items()) or "one device"
+    mesh = axes_text(own.axes)
     wait = step_s - busy_s
     share = f" ({wait / step_s:.0%})" if step_s else ""
     lines = [f"group {n}, devices {device_ranges(plan.devices[n])}, as {mesh}"]

@@ -10,7 +10,7 @@ from shardplan.report.parallelism import purposes_text
 from shardplan.report.paths import grouped
 from shardplan.report.plan_text import best_baseline, bound_text, collective_rows, idle_facts, spent_text
 from shardplan.report.tables import seconds, size
-from shardplan.sizes import counted
+from shardplan.sizes import axes_text, counted
 
 _WIDEST = 130
 """The most letters of a line."""
@@ -22,7 +22,7 @@ def plan_lines(plan: PlanData) -> str:
     rows = [
         ("plan", f"{counted(plan.operators, 'operator')} on {plan.cluster.name}, {devices} x {plan.cluster.device.name}"),
         *idle_facts(plan),
-        ("mesh", " x ".join(f"{name}={k}" for name, k in plan.axes.items()) or "one device"),
+        ("mesh", axes_text(plan.axes)),
         ("parallelism", purposes_text(plan) or "none"),
         ("step time", spent_text(plan)),
         ("memory", _memory(plan)),

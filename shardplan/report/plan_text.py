@@ -14,7 +14,7 @@ from shardplan.report.parallelism import matrix_text
 from shardplan.report.paths import grouped
 from shardplan.report.peak_range import peak_range_text
 from shardplan.report.tables import NEAR, rate, seconds, size, table
-from shardplan.sizes import counted
+from shardplan.sizes import axes_text, counted
 
 _STOPPED = {
     "time budget": "the time budget ended the search: this is the best plan until then, more time may find a better one",
@@ -48,7 +48,7 @@ def plan_facts(plan: PlanData, title: str) -> list[tuple[str, str]]:
     cluster = plan.cluster
     devices = math.prod(level.size for level in cluster.levels)
     links = ", ".join(f"{level.name} {level.size} x {rate(level.bandwidth_bytes_per_s)} {level.kind}" for level in cluster.levels)
-    mesh = " x ".join(f"{name}={k}" for name, k in plan.axes.items())
+    mesh = axes_text(plan.axes)
     rows = [
         ("step", f"{title}: {counted(plan.operators, 'operator')}, {counted(len(plan.arguments), 'argument array')}"),
         *idle_facts(plan),

@@ -37,6 +37,7 @@ from shardplan.shell.placed_plan import PlacedPlan
 from shardplan.shell.placements import placement_text
 from shardplan.shell.plan_of_step import Plan
 from shardplan.shell.shrunken import checked
+from shardplan.sizes import axes_text
 
 _log = logging.getLogger("shardplan")
 
@@ -345,7 +346,7 @@ def _where(plan: Plan | PlacedPlan, figures: str) -> str:
     if isinstance(plan, PlacedPlan):
         return f"{plan.origin} on {len(plan.groups)} groups of devices, {figures}"
     best = best_baseline(plan.data) if plan.baselines else None
-    mesh = " x ".join(f"{n}={k}" for n, k in plan.axes.items())
+    mesh = axes_text(plan.axes)
     return f"mesh {mesh}, {figures}; best baseline {f'{best.name} {best.step_time_s:.3g} s' if best else 'none fits'}"
 
 

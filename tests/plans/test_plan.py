@@ -234,7 +234,7 @@ def test_a_pin_that_cannot_be_says_why(planned: tuple[shardplan.Plan, Any, Any],
 
 def test_a_pin_that_does_not_divide_names_a_size_that_would() -> None:
     step, args = mlp.train_step(batch=64, width=60)
-    with pytest.raises(shardplan.PinError, match=r"does not divide 60; 64 would"):
+    with pytest.raises(shardplan.PinError, match=r"does not divide 60; pad it to 64"):
         shardplan.plan(step, *args, cluster="2x4", pins={"state/params/layer_1/kernel": P(("node", "gpu"))})
 
 

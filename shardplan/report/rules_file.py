@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardplan.plans.data import PlanData
 
@@ -26,10 +26,13 @@ def rules_file(plan: PlanData) -> str:
     names = tuple(plan.axes)
     specs: dict[str, dict[Spec, None]] = {}
     paths = {a.path for a in plan.arguments}
+    copied: set[str] = set()
     for a in plan.arguments:
         first = _COPY.sub("", a.path)  # as the step has it
+        copied.update({first} & paths - {a.path})
         specs.setdefault(first if first in paths else a.path, {})[a.layout.entries(names) if a.layout else ()] = None
     rules = folded({path: next(iter(own)) for path, own in specs.items() if len(own) == 1})
+    rules = [(_with_copies(pattern, copied), spec) for pattern, spec in rules]
     lines = [
         f"# Rules for the {len(plan.arguments)} argument arrays of a step, planned on {one_line(plan.cluster.name)}.",
         "# The first pattern (a regular expression) that matches a path, words joined by /, has its spec: an entry for each dim.",
@@ -42,6 +45,11 @@ def rules_file(plan: PlanData) -> str:
         if {found: None} != own:
             lines.append(f"# not said: {flow(path)} is the path of arrays with the specs {', '.join(map(flow, own))}")
     return "\n".join(lines) + "\n"
+
+
+def _with_copies(pattern: str, copied: Iterable[str]) -> str:
+    """The pattern, for the numbered paths too if it matches a path that several arrays have."""
+    return pattern.removesuffix("$") + r"(#\d+)?$" if any(re.search(pattern, path) for path in copied) else pattern
 
 
 def folded(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:

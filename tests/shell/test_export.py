@@ -22,6 +22,7 @@ from models import mlp
 from shardplan.mesh import Cluster
 from shardplan.report.rules_file import folded
 from shardplan.shell.cli import main
+from shardplan.shell.sharding_files import read_sharding
 from tests.machines import launchless
 
 STEP = """
@@ -199,6 +200,20 @@ def test_what_no_rule_can_say_is_named(tmp_path: Path, devices: list[Any]) -> No
     specs = dict.fromkeys(plan.flat_in_specs[:2])
     assert ('# not said: "tree/a/b"' in text) == (len(specs) > 1)
     assert all(re.match(r"(- |# |mesh: |rules:)", line) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", ["specs.py", "rules.yml"])
+def test_arguments_with_one_path_keep_their_specs_in_a_file(tmp_path: Path, name: str) -> None:
+    def step(state: Any, x: jax.Array) -> jax.Array:
+        return x @ state["a/b"] @ state["a"]["b"]
+
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    args = {"a/b": square, "a": {"b": square}}, square
+    plan = shardplan.plan(step, *args, cluster="2x4", pins={"state/*": P("gpu"), "x": P("node")})
+    plan.export(tmp_path / name)
+    read: Any = read_sharding(tmp_path / name, plan.cluster, None, paths=name == "specs.py")
+    score = shardplan.score(step, *args, cluster="2x4", rules=read.rules, mesh=read.mesh)
+    assert score.in_specs == {"state/a/b": "P('gpu')", "state/a/b#2": "P('gpu')", "x": "P('node')"}
 
 
 def test_maxtext_gets_the_sizes_of_its_axes(tmp_path: Path) -> None:

@@ -81,23 +81,45 @@ def from_tree(in_shardings: Any, step: Any, args: Sequence[Any]) -> GivenShardin
             )
         in_shardings = tuple(in_shardings)
     flat, _ = jax.tree_util.tree_flatten_with_path(in_shardings, is_leaf=_is_spec)
-    exact = dict(flat)
-    given = {_words(path, names): spec for path, spec in flat}
-    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(apart(tuple(args)))[0]]
-    leaves = [_words(path, names) for path in keys]
-    empty = [_words(path, names) for path, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_empty)[0]]
+    given = [(_words(key, names), spec) for key, spec in flat]
+    of_keys = {key: [n] for n, (key, _) in enumerate(flat)}
+    of_words: dict[Words, list[int]] = {}
+    for n, (words, _) in enumerate(given):
+        of_words.setdefault(words, []).append(n)
+    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(apart(tuple(args)))[0]]
+    leaves = [_words(key, names) for key in keys]
+    paths = numbered(map("/".join, leaves))
     found: dict[str, Any] = {}
-    for path, key, words in zip(numbered(map("/".join, leaves)), keys, leaves, strict=True):
-        own = [exact[key[:n]] for n in range(len(key), -1, -1) if key[:n] in exact]
-        own += [given[words[:n]] for n in range(len(words), -1, -1) if words[:n] in given]
-        if not own:
-            raise PinError(f"in_shardings has nothing for {path}: give it a PartitionSpec, or None to replicate it")
-        found[path] = own[0]
-    for words, spec in given.items():
-        if spec is not None and not any(own[: len(words)] == words for own in (*leaves, *empty)):
-            known = ["/".join(own) for own in leaves]
-            raise PinError(f"in_shardings has {'/'.join(words)}, which is no argument{nearest('/'.join(words), known)}")
+    used: set[int] = set()
+    for path, key, words in zip(paths, keys, leaves, strict=True):
+        own = _innermost(of_keys, key) or _innermost(of_words, words)
+        found[path] = _one_spec(path, [given[n][1] for n in own])
+        used.update(own)
+    every = {_words(key, names) for key, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_empty)[0]}
+    other = every.difference(leaves)  # empty trees, and objects that stand in another argument too
+    for n, (words, spec) in enumerate(given):
+        if spec is not None and n not in used and not any(own[: len(words)] == words for own in other):
+            raise PinError(f"in_shardings has {'/'.join(words)}, which is no argument{nearest('/'.join(words), paths)}")
     return _collected({path: (f"in_shardings: {path}", spec) for path, spec in found.items()})
+
+
+def _innermost(leaves: Mapping[tuple[Any, ...], list[int]], at: tuple[Any, ...]) -> list[int]:
+    """The leaves of a tree at a path, or else at its longest prefix that has some."""
+    return next((leaves[at[:n]] for n in range(len(at), -1, -1) if at[:n] in leaves), [])
+
+
+def _one_spec(path: str, specs: Sequence[Any]) -> Any:
+    """The spec of the argument at ``path``, for which ``in_shardings`` has these.
+
+    Raises:
+        PinError: for none, and for several that differ.
+    """
+    if not specs:
+        raise PinError(f"in_shardings has nothing for {path}: give it a PartitionSpec, or None to replicate it")
+    if any(spec != specs[0] for spec in specs):
+        said = ", ".join(map(str, specs))
+        raise PinError(f"in_shardings has several entries named {path}, {said}: give a tree of the argument's own types")
+    return specs[0]
 
 
 def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
@@ -136,7 +158,7 @@ def from_rules(rules: Any, step: Any, args: Sequence[Any]) -> GivenShardings:
 
 
 def _check_used(rules: Sequence[tuple[Pattern, tuple[Any, ...]]], paths: Sequence[str]) -> None:
-    """Refuses a rule over paths that matches none, or comes after a wider one."""
+    """Refuses a rule over paths that matches none, comes after a wider one, or stands twice."""
     found = [{path for path in paths if _matches(pattern, path)} for pattern, _ in rules]
     for n, ((pattern, entries), matched) in enumerate(zip(rules, found, strict=True)):
         text = _text(pattern)
@@ -145,9 +167,20 @@ def _check_used(rules: Sequence[tuple[Pattern, tuple[Any, ...]]], paths: Sequenc
             others = sum(not own for own in found) - 1
             whole = f"; nor do {others} of the other rules: are they for another step?" if others else ""
             raise PinError(f"{what} matches no argument{nearest(text, paths)}{whole}", pins=(text,))
-        wider = next((_text(p) for (p, _), own in zip(rules[:n], found, strict=False) if matched < own), None)
+        before = [p for p, _ in rules[:n]]
+        if pattern in before:
+            raise PinError(f"{what} never applies: {text!r} stands before it too; keep one of them", pins=(text,))
+        wider = next(
+            (p for p, own in zip(before, found, strict=False) if matched < own or (matched == own and _has(p, pattern))), None
+        )
         if wider is not None:
-            raise PinError(f"{what} never applies: {wider!r} before it matches all of its arguments; put it first", pins=(text,))
+            first = _text(wider)
+            raise PinError(f"{what} never applies: {first!r} before it matches all of its arguments; put it first", pins=(text,))
+
+
+def _has(pattern: Pattern, other: Pattern) -> bool:
+    """Whether a glob matches whatever another one does, as ``layers/*`` has ``layers/0/*``."""
+    return isinstance(pattern, str) and isinstance(other, str) and _matches(pattern, other)
 
 
 def _text(pattern: Pattern) -> str:

@@ -20,7 +20,7 @@ from shardplan.plans.codec import Reader, Writer, plain
 from shardplan.plans.data import PlanData
 from shardplan.plans.placed_data import PlacedData
 
-FORMAT = 25
+FORMAT = 26
 """Version of the plan file."""
 
 _TABLES: dict[type, str] = {Layout: "layouts", Use: "uses"}

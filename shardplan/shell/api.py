@@ -183,8 +183,8 @@ def plan(
     wanted = Wanted(limit.nbytes, own, entries, deadline, observer, measure, fixed, mesh is None, sizes, timed, runner, best=best)
     searcher = Searcher(replicate, shared, resolved, wanted)
     parts, hosted = checked_microbatches(traced, microbatches, batch_argnums), read_hosted(offload, resolved)
-    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, hosted, began, traced_at)
-    on_all_devices = partial(_on_all_devices, mesh=mesh, recompute=remat == "auto")
+    asked = Asked(step, traced, searcher, limit, donated, time_budget_s, parts, hosted, remat == "auto", began, traced_at)
+    on_all_devices = partial(_on_all_devices, mesh=mesh)
     if stages == 1 and placement == "one":
         return on_all_devices(asked)
     alone = {"pins": pins, "remat": remat != "none", "offload": hosted, "objective": objective != "time"}
@@ -197,7 +197,7 @@ def plan(
     return on_groups(asked, stages, each, placement)
 
 
-def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool) -> Plan:
+def _on_all_devices(asked: Asked, *, mesh: Mesh | None) -> Plan:
     """The plan of a step with every op on all devices.
 
     Raises:
@@ -210,7 +210,7 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None, recompute: bool) -> Plan
     program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
     wanted = replace(asked.searcher.wanted, microbatched=asked.microbatches.count > 1)
     with naming_microbatches(asked.traced.program, asked.microbatches):
-        made = ways(program, replace(asked.searcher, wanted=wanted), asked.limit.origin, recompute=recompute)
+        made = ways(program, replace(asked.searcher, wanted=wanted), asked.limit.origin, recompute=asked.recompute)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=asked.traced, program=made.planned.program, graph=made.session.graph, step=asked.step,

@@ -25,7 +25,8 @@ from shardplan.shell.offload_option import Hosted
 class Asked:
     """A request for a plan: the traced step, and the conditions of the search.
 
-    ``hosted`` are the arguments that stay in host memory. ``began_s`` and ``traced_s`` are instants of `time.perf_counter`.
+    ``hosted`` are the arguments that stay in host memory; ``recompute`` stands for ``remat="auto"``. ``began_s`` and
+    ``traced_s`` are instants of `time.perf_counter`.
     """
 
     step: Callable[..., Any]
@@ -36,6 +37,7 @@ class Asked:
     time_budget_s: float | None
     microbatches: Microbatches
     hosted: Hosted
+    recompute: bool
     began_s: float
     traced_s: float
 
@@ -58,6 +60,7 @@ def plan_data(asked: Asked, made: Made) -> PlanData:
         remat=made.planned.remat,
         hosted=made.planned.hosted,
         offload=("auto",) if asked.hosted == "auto" else asked.hosted,
+        recompute=asked.recompute,
         one_choice=problem.coarse.one_choice,
         donate_argnums=asked.donate_argnums,
         replicate=tuple(asked.searcher.replicate),

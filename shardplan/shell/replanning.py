@@ -21,6 +21,7 @@ from shardplan.planning.host_memory import planned_in_host_memory
 from shardplan.planning.planner import Made, planned
 from shardplan.planning.searcher import Searcher
 from shardplan.planning.wanted import Wanted
+from shardplan.plans.data import PlanData
 from shardplan.plans.inherited import inherited, matched, step_time_s
 from shardplan.search.coarsening import coarsen
 from shardplan.search.inference.anytime import Observer, best_of
@@ -98,47 +99,44 @@ def replan(
         return placed_again(plan, cluster, given)
     if not isinstance(plan, Plan):
         raise ReshardError(f"plan is a {type(plan).__name__}: give the plan that shardplan.plan or shardplan.load returned")
-    return _replanned(plan, cluster, warm=False, **given)
+    return _replanned(plan, cluster, given, warm=False)
 
 
 def warm_started(plan: Plan, mesh: Mesh | None) -> Plan:
     """A plan for the same cluster from the layouts of ``plan``, whose step was traced for other shapes. The search starts anew
     only where these layouts do not divide the new shapes, or no longer fit.
     """
-    return _replanned(plan, plan.cluster if mesh is None else mesh, warm=True)
+    return _replanned(plan, plan.cluster if mesh is None else mesh, {}, warm=True)
 
 
-def _replanned(
-    plan: Plan,
-    cluster: ClusterLike,
-    *,
-    warm: bool,
-    memory_limit: int | float | str | None = None,
-    objective: str | None = None,
-    pins: Mapping[str, PartitionSpec] | None = None,
-    axes: Mapping[str, int] | None = None,
-    factors: FactorsLike | None = None,
-    time_budget_s: float | None = None,
-    observer: Observer | None = None,
-    one_choice: str = "auto",
-    remat: str | None = None,
-    backend: str | None = None,
-    time_model: str | None = None,
-    offload: str | Sequence[str] | None = None,
-) -> Plan:
-    """`replan`, or, if ``warm``, from the old layouts alone where these can be kept."""
+def _own_options(data: PlanData) -> dict[str, Any]:
+    """The options of a plan that hold on any cluster, and the defaults of the others."""
+    return {
+        "memory_limit": None if data.memory_limit_origin else data.memory_limit,
+        "objective": data.objective,
+        "time_budget_s": data.time_budget_s,
+        "remat": "auto" if data.recompute else "none",
+        "backend": data.backend,
+        "time_model": data.time_model,
+        "offload": "auto" if data.offload == ("auto",) else data.offload,
+        **dict.fromkeys(("pins", "axes", "factors", "observer"), None),
+        "one_choice": "auto",
+    }
+
+
+def _replanned(plan: Plan, cluster: ClusterLike, given: Mapping[str, Any], *, warm: bool) -> Plan:
+    """`replan` with the options ``given``, or, if ``warm``, from the old layouts alone where these can be kept."""
     data, began = plan.data, time.perf_counter()
-    time_budget_s = data.time_budget_s if time_budget_s is None else time_budget_s
-    remat = remat or ("auto" if data.remat.parts or data.remat.note else "none")
+    options = {**_own_options(data), **given}
+    time_budget_s, remat, pins, axes, split = (options[name] for name in ("time_budget_s", "remat", "pins", "axes", "factors"))
     (measure, timed), deadline, shared = checked_options(
-        objective or data.objective, time_model or data.time_model, time_budget_s, one_choice, remat
+        options["objective"], options["time_model"], time_budget_s, options["one_choice"], remat
     )
-    observer, runner = checked_observer(observer), chosen(backend or data.backend)
+    observer, runner = checked_observer(options["observer"]), chosen(options["backend"])
     resolved, mesh = resolve_cluster(cluster)
-    given = data.memory_limit if memory_limit is None and not data.memory_limit_origin else memory_limit
-    limit = read_limit(given, resolved.device, os.environ)
-    axes = _axes(plan, resolved) if axes is None and factors is None and not measure.everything_split else axes
-    fixed, sizes = checked_factors(factors, resolved), checked_axes(axes, resolved, factors, measure)
+    limit = read_limit(options["memory_limit"], resolved.device, os.environ)
+    axes = _axes(plan, resolved) if axes is None and split is None and not measure.everything_split else axes
+    fixed, sizes = checked_factors(split, resolved), checked_axes(axes, resolved, split, measure)
     entries = _pins(plan, resolved) if pins is None else pin_entries(pins)
     donated = frozenset(plan.donated_leaves)
     wanted = Wanted(
@@ -146,12 +144,13 @@ def _replanned(
         best=best_of(observer), microbatched=data.microbatches.count > 1,
     )  # fmt: skip
     searcher, parts = Searcher(data.replicate, shared, resolved, wanted), data.microbatches
-    own: str | Sequence[str] = "auto" if data.offload == ("auto",) else data.offload
-    hosted = read_hosted(own if offload is None else offload, resolved)
-    asked = Asked(plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, parts, hosted, began, began)
+    hosted = read_hosted(options["offload"], resolved)
+    asked = Asked(
+        plan.step, plan.traced, searcher, limit, data.donate_argnums, time_budget_s, parts, hosted, remat == "auto", began, began
+    )
     program = microbatched(plan.traced.program, data.microbatches, data.replicate)
     program = program if hosted == "auto" else offloaded(program, matching(program, hosted))
-    made = _best(plan, program, asked, recompute=remat == "auto", warm=warm)
+    made = _best(plan, program, asked, warm=warm)
     warn_of(made.session)
     return Plan(
         plan_data(asked, made), traced=plan.traced, program=made.planned.program, graph=made.session.graph, step=plan.step,
@@ -159,25 +158,27 @@ def _replanned(
     )  # fmt: skip
 
 
-def _best(plan: Plan, program: Program, asked: Asked, *, recompute: bool, warm: bool) -> Made:
+def _best(plan: Plan, program: Program, asked: Asked, *, warm: bool) -> Made:
     """The fastest plan of a new search, of the old layouts, and of a search from those; if ``warm``, the first runs only where
-    the others find none. Old layouts have the same values in host memory.
+    the others find none. The old layouts are of the old program, which must have in host memory and compute again no more than
+    is asked for.
 
     Raises:
         MemoryLimitError: if none of them fits.
     """
-    searcher, origin = asked.searcher, asked.limit.origin
+    searcher, origin, data = asked.searcher, asked.limit.origin, plan.data
     wanted, fresh, refusal, auto = searcher.wanted, None, None, asked.hosted == "auto"
-    kept = auto or program.offloaded == plan.data.offloaded
+    kept = auto or (program.offloaded == data.offloaded and not data.hosted)
+    kept = kept and (asked.recompute or not data.recompute or not data.remat.parts)
     free = kept and wanted.factors is None and not wanted.objective.everything_split
-    if warm and free and (old := inherited(plan.data, plan.program, searcher.cluster, wanted, None, search_again=True)):
+    if warm and free and (old := inherited(data, plan.program, searcher.cluster, wanted, None, search_again=True)):
         return min(old, key=step_time_s)
     try:
         search = planned_in_host_memory if auto else planned
-        fresh = search(program, searcher, origin, recompute=recompute)
+        fresh = search(program, searcher, origin, recompute=asked.recompute)
     except MemoryLimitError as error:
         refusal = error
-    old = inherited(plan.data, plan.program, searcher.cluster, wanted, fresh) if free else []
+    old = inherited(data, plan.program, searcher.cluster, wanted, fresh) if free else []
     every = [*([fresh] if fresh is not None else []), *old]
     if not every:
         assert refusal is not None

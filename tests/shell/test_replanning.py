@@ -236,3 +236,34 @@ def test_what_stays_in_host_memory_is_decided_anew() -> None:
     alone = shardplan.plan(step, state, x, cluster="1x2", donate_argnums=0)
     assert shardplan.replan(alone, "1x2", offload=["*/m"]).offloaded == {0}
     assert shardplan.replan(again, "1x8").offloaded == frozenset()
+
+
+def squares(w: jax.Array, x: jax.Array) -> Any:
+    """The gradient of weights that the step does not return, so that no argument may stay in host memory."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        hidden = x
+        for n in range(len(w)):
+            hidden = jnp.tanh(hidden @ w[n])
+        return jnp.sum(hidden**2)
+
+    return jax.grad(loss)(w)
+
+
+SQUARES = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((8192, 64), "float32")
+
+
+@pytest.mark.parametrize("option", ["offload", "remat"])
+def test_a_plan_fits_only_by_what_is_asked_for(option: str) -> None:
+    """The old layouts are of a program that recomputes or has activations in host memory: no plan without it."""
+    free = shardplan.plan(squares, *SQUARES, cluster="1x2")
+    auto: dict[str, Any] = {option: "auto"}
+    none: dict[str, Any] = {option: "none"}
+    limit = free.peak_bytes * 4 // 5
+    plan: Any = shardplan.plan(squares, *SQUARES, cluster="1x2", memory_limit=limit, traced=free.traced, **auto)
+    assert plan.data.remat.parts
+    assert bool(plan.data.hosted) == (option == "offload")
+    with pytest.raises(shardplan.MemoryLimitError):
+        shardplan.replan(plan, "1x2", **none)
+    again: Any = shardplan.replan(plan, "1x2")
+    assert (again.data.hosted, again.data.remat) == (plan.data.hosted, plan.data.remat)

@@ -61,8 +61,9 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses the words of a command. Positional words may stand on both sides of options."""
-        if self.commands or self._intermixed:
+        """Parses the words of a command. Positional words may stand on both sides of options, or all behind ``--``."""
+        # of a "--", argparse's second pass over the positional words knows nothing
+        if self.commands or self._intermixed or "--" in (args or ()):
             return super().parse_known_args(args, namespace)
         self._intermixed = True  # argparse comes back here
         try:

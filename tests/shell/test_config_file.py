@@ -213,3 +213,6 @@ def test_positional_words_may_stand_on_both_sides_of_options() -> None:
     for argv in (["explain", "p.json", "--json", "w"], ["explain", "--json", "p.json", "w"]):
         options = parser.parse_args(argv)
         assert (options.file, options.path, options.json) == ("p.json", "w", True)
+    for argv in (["explain", "--json", "--", "p.json", "-w"], ["explain", "--json", "p.json", "--", "-w"]):
+        options = parser.parse_args(argv)
+        assert (options.file, options.path, options.json) == ("p.json", "-w", True)

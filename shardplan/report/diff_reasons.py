@@ -12,6 +12,7 @@ from shardplan.mesh import Cluster
 from shardplan.plans.data import PlanData
 from shardplan.report.diff_views import View
 from shardplan.report.tables import NEAR, rate, seconds, size
+from shardplan.sizes import axes_text
 
 _PRICES = 3
 """The most collectives whose prices are compared."""
@@ -73,7 +74,7 @@ def _machine(a: Cluster, b: Cluster) -> Iterator[Pair]:
     for name in dict.fromkeys([*levels[0], *levels[1]]):
         if name in levels[0] and name in levels[1]:
             yield from _figures(f"links of {name}", levels[0][name], levels[1][name])
-    names = [" x ".join(f"{level.name}={level.size}" for level in cluster.levels) for cluster in (a, b)]
+    names = [axes_text({level.name: level.size for level in cluster.levels}) for cluster in (a, b)]
     if names[0] != names[1]:
         yield "levels", names[0], names[1]
 
@@ -110,7 +111,7 @@ def _factors(own: PlanData, other: PlanData) -> str:
 
 
 def _mesh(factors: tuple[Factor, ...]) -> str:
-    return " x ".join(f"{f.name}={f.size}" for f in factors) or "one device"
+    return axes_text({f.name: f.size for f in factors})
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------

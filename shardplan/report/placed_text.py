@@ -16,6 +16,7 @@ from shardplan.report.json import PLAN_KEYS
 from shardplan.report.paths import grouped
 from shardplan.report.plan_text import placements_text
 from shardplan.report.tables import device_ranges, seconds, size, table
+from shardplan.sizes import axes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def placed_text(plan: PlacedFigures) -> str:
         [
             str(g),
             device_ranges(own.devices),
-            " x ".join(f"{f.name}={f.size}" for f in own.factors) or "one device",
+            axes_text({f.name: f.size for f in own.factors}),
             " ".join(f"{name}={n}" for name, n in zip(data.matrix["axes"], _products(data), strict=True)) or "-",
             seconds(plan.placed.dispatch.busy_s(graph, g)),
             size(most_held(graph, plan.placed.dispatch, g)),

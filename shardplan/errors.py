@@ -174,12 +174,14 @@ class MisfitError(DescriptionError):
 class PinError(ShardplanError):
     """A pin that matches no argument, names no axis or does not divide; or pins that contradict each other.
 
-    ``pins`` are the globs of a smallest set of pins that cannot hold together: lifting any one of them is enough.
+    ``pins`` are the globs of a smallest set of pins that cannot hold together: lifting any one of them is enough. ``reason`` is
+    the message without the words that name the pin.
     """
 
-    def __init__(self, message: str, *, pins: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, pins: Sequence[str] = (), reason: str = "") -> None:
         super().__init__(message)
         self.pins = tuple(pins)
+        self.reason = reason or message
 
 
 class OffloadError(ShardplanError):

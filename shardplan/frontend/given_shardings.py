@@ -18,6 +18,7 @@ from shardplan import _jax
 from shardplan.errors import PinError, nearest
 from shardplan.frontend.nnx_state import apart
 from shardplan.frontend.trace import numbered, path_words
+from shardplan.sizes import counted
 
 Words = tuple[str, ...]
 Pattern = str | re.Pattern[str]
@@ -165,7 +166,8 @@ def _check_used(rules: Sequence[tuple[Pattern, tuple[Any, ...]]], paths: Sequenc
         what = f"the rule {text!r} = {PartitionSpec(*entries)}"
         if not matched:
             others = sum(not own for own in found) - 1
-            whole = f"; nor do {others} of the other rules: are they for another step?" if others else ""
+            more = counted(others, "other rule matches", "other rules match")
+            whole = f"; {more} none either: are they for another step?" if others else ""
             raise PinError(f"{what} matches no argument{nearest(text, paths)}{whole}", pins=(text,))
         before = [p for p, _ in rules[:n]]
         if pattern in before:

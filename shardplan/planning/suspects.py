@@ -199,11 +199,10 @@ class _Search:
             if layout is not None and dim is not None:
                 votes[layout.dims[dim]] += tensor.nbytes
         over = max(votes, key=lambda factors: votes[factors], default=())
-        layouts: dict[int, Layout] = {}
-        for t, dim in ((graph.inputs[i], dims[graph.inputs[i]]) for i in arguments):
-            shape = graph.tensors[t].shape
-            assert dim is not None
-            if shape[dim] % math.prod(self.session.problem.sizes[f] for f in over) == 0:
-                layouts[graph.inputs.index(t)] = Layout(tuple(over if d == dim else () for d in range(len(shape))))
-        other = {i: layout for i, layout in layouts.items() if layout != decided[graph.inputs[i]]}
-        return Suspect(other, self.start, 0.0) if other else None
+        ways, layouts = math.prod(self.session.problem.sizes[f] for f in over), dict[int, Layout]()
+        for i, t in ((i, graph.inputs[i]) for i in arguments):
+            shape, dim = graph.tensors[t].shape, dims[t]
+            layout = Layout(tuple(over if d == dim else () for d in range(len(shape))))
+            if dim is not None and shape[dim] % ways == 0 and layout != decided[t]:
+                layouts[i] = layout
+        return Suspect(layouts, self.start, 0.0) if layouts else None

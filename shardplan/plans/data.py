@@ -86,12 +86,12 @@ class PlanData:
     "interrupted"; else empty). ``microbatches``: the program runs the batch in so many parts. ``limited``: a baseline or an
     objective prescribes how ops are cut. ``regather``: no forward copy of a weight is kept for the backward pass. ``idle_axes``
     explains each axis over which nothing is cut. ``offload`` has the globs of the arguments that stay in host memory, or "auto";
-    ``recompute`` says whether ``remat="auto"`` was asked for.
-    ``unknown_trips`` has the source lines of while loops that are priced as one iteration, ``whole_ops`` the ops that run whole
-    on every device, with theirs. ``purposes`` say what each factor is for, ``tried`` which factorings were searched,
-    ``fixed_axes`` the sizes of purposes that the user gave. ``placements_tried`` is what ``placement="auto"`` looked at, this
-    plan among it. ``backend`` runs the plan by default, and ``backend_reason`` says how. ``constants`` are the numbers that
-    decided it (`shardplan.constants`), as literals by name. ``trace_s`` and ``search_s`` are measured.
+    ``recompute`` says whether ``remat="auto"`` was asked for. ``unknown_trips`` has the source lines of while loops that are
+    priced as one iteration, ``whole_ops`` the ops that run whole on every device, with theirs. ``purposes`` say what each factor
+    is for, ``tried`` which factorings were searched, ``fixed_axes`` the sizes of purposes that the user gave.
+    ``placements_tried`` is what ``placement="auto"`` looked at, this plan among it. ``backend`` runs the plan by default, and
+    ``backend_reason`` says how. ``constants`` are the numbers that decided it (`shardplan.constants`), as literals by name.
+    ``trace_s`` and ``search_s`` are measured.
 
     The last fields are filled on first use, and before the plan is saved. ``fingerprint`` is the fingerprint of the traced step,
     without its numbers; ``marks`` are the marks of its ops (`shardplan.plans.fingerprint`). ``bound_s`` is a lower bound on

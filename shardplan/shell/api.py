@@ -205,7 +205,8 @@ def _on_all_devices(asked: Asked, *, mesh: Mesh | None) -> Plan:
         OffloadError: for an argument that cannot stay in host memory.
         MicrobatchError: for a step that cannot be cut into the microbatches asked for.
     """
-    program, hosted = microbatched(asked.traced.program, asked.microbatches, asked.searcher.replicate), asked.hosted
+    program, hosted = asked.traced.program, asked.hosted
+    program = microbatched(program, asked.microbatches, asked.searcher.replicate)
     ways = planned_in_host_memory if hosted == "auto" else planned
     program = offloaded(program, () if hosted == "auto" else matching(program, hosted))
     wanted = replace(asked.searcher.wanted, microbatched=asked.microbatches.count > 1)

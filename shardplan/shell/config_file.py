@@ -86,6 +86,9 @@ def _given(words: Sequence[str], parser: Parser) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {_FREE: []}
     left = iter(words)
     for word in left:
+        if word == "--":
+            found[_FREE] += left
+            break
         name, equals, value = word.removeprefix("--").partition("=")
         action = parser.long_options.get(name) if word.startswith("--") else None
         if action is not None:

@@ -47,6 +47,7 @@ def verify_plan() -> Callable[..., Any]:
     """
 
     def check(step: Callable[..., Any], *args: Any, cluster: Any, **options: Any) -> Any:
+        """Plans and verifies."""
         import shardplan
         from shardplan.report.verified_text import uncut_text, verified_text
         from shardplan.verify.verify import verify

@@ -252,10 +252,7 @@ def _priced(
         return _pinned(step, args, cluster, {**own, "pins": pins, "factors": axes.parts})
     except PinError as error:
         paths = [globs[pin] for pin in error.pins if pin in globs]
-        said = str(error)
-        for pin in error.pins:
-            said = said.replace(f"the pin {pin!r} = ", "", 1)  # the user wrote none
-        raise PinError(f"{given.origins[paths[0]] if paths else 'your sharding'}: {said}", pins=paths) from None
+        raise PinError(f"{given.origins[paths[0]] if paths else 'your sharding'}: {error.reason}", pins=paths) from None
 
 
 def _pinned(step: Callable[..., Any], args: Sequence[Any], cluster: ClusterLike, options: Mapping[str, Any]) -> Plan:

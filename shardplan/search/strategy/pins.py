@@ -163,7 +163,7 @@ def _named(pattern: str, entries: Sequence[Entry]) -> str:
 
 
 def _refusal(pattern: str, entries: Sequence[Entry], why: str) -> PinError:
-    return PinError(f"{_named(pattern, entries)} {why}", pins=(pattern,))
+    return PinError(f"{_named(pattern, entries)} {why}", pins=(pattern,), reason=f"{spec_text(entries)} {why}")
 
 
 def _claims(problem: Problem, pattern: str, entries: Sequence[Entry]) -> list[Claim]:

@@ -79,3 +79,13 @@ def test_a_plan_is_compared_with_the_saved_one(plan: Any, tmp_path: Path) -> Non
     file.write_text("{}")
     with pytest.raises(shardplan.PlanFileError, match="--update-plans"):
         assert_plan_unchanged(plan, file)
+
+
+def test_the_arrays_of_a_pipeline_have_their_paths() -> None:
+    """A gradient that a stage adds up over microbatches is handed on from its loop to the update."""
+    axes = {"stage": 2, "data": 2}
+    pipeline = shardplan.plan(step, *ARGS, cluster="2x2", axes=axes, microbatches=4, donate_argnums=0)
+    assert {path for c in pipeline.collectives for path in c.paths} >= {"state/attention", "state/mlp"}
+    for path in ("state/attention", "state/mlp"):
+        with pytest.raises(AssertionError, match="no collective of"):
+            assert_no_collective(pipeline, path)

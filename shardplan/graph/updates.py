@@ -8,12 +8,16 @@ from collections.abc import Iterable, Sequence
 
 from shardplan.graph.nodes import Graph
 
+HANDED_ON = "handed on: "
+"""How the path of an output begins that is no result of the step, but goes to another part of it."""
+
 
 def value_names(graph: Graph, output_paths: Sequence[str]) -> dict[int, str]:
     """The names of tensors: the path of an argument, ``result PATH``, and the gradient or update of an argument."""
     paths, backward = graph.input_paths, {t for node in graph.nodes if node.backward for t in node.outputs}
     names = {t: f"{'gradient' if t in backward else 'update'} of {paths[i]}" for t, i in updated(graph).items()}
-    names |= {t: f"result {path}" for t, path in zip(graph.outputs, output_paths, strict=True) if t >= 0}
+    results = [(t, path) for t, path in zip(graph.outputs, output_paths, strict=True) if t >= 0]
+    names |= {t: f"result {path}" for t, path in results if t not in names or not path.startswith(HANDED_ON)}
     return names | dict(zip(graph.inputs, paths, strict=True))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.errors import PlacementError
+from shardplan.graph.updates import HANDED_ON
 from shardplan.ir import Op, Operand, Program
 from shardplan.regions.assignment import Assignment
 from shardplan.regions.segments import Segment, segments_of
@@ -135,7 +136,7 @@ class StepSplit:
         tensors = tuple(dict.fromkeys((*inputs, *(t for op in ops for t in (*op.tensors, *op.outputs)), *outputs)))
         number = {t: n for n, t in enumerate(tensors)}
         made = {t: f"{op.primitive} at {op.source}" for op in program.ops for t in op.outputs}
-        handed_on = {t: f"handed on: {text}" for t, text in made.items()}
+        handed_on = {t: HANDED_ON + text for t, text in made.items()}
         paths = dict(zip(program.inputs, program.input_paths, strict=True))
         returned = sorted(enumerate(program.outputs), key=lambda row: program.feedback[row[0]] is not None)
         results = {t: n for n, t in returned if isinstance(t, int)}  # preferably as the next value of an input

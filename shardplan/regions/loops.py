@@ -15,6 +15,7 @@ from functools import cached_property
 from shardplan.dag.pipelines import PassKind
 from shardplan.errors import PlacementError
 from shardplan.graph import flatten
+from shardplan.graph.updates import HANDED_ON
 from shardplan.ir import Op, Operand, Program, Tensor
 from shardplan.regions.assignment import Assignment, Group, free_ops
 from shardplan.regions.group_programs import GroupProgram, StepSplit
@@ -306,7 +307,7 @@ class LoopSplit:
             outputs=tuple(number[t] for t in outputs),
             constants=tuple((number[t], value) for t, value in self.program.constants if t in number),
             input_paths=tuple(paths.get(t, f"received: value {t}") for t in inputs),
-            output_paths=tuple(names.get(t, f"handed on: value {t}") for t in outputs),
+            output_paths=tuple(names.get(t, f"{HANDED_ON}value {t}") for t in outputs),
             feedback=tuple(place.get(back[t]) if t in back else None for t in outputs),
             stacks=frozenset(number[t] for t in stacked if t in number),
         )

@@ -100,7 +100,7 @@ class _Group:
 def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
     """The groups of all arguments that have a layout."""
     graph, of = problem.graph, problem.coarse.of
-    owner, batch = updated(graph), _batch(graph)[0]
+    owner, (batch, dims) = updated(graph), _batch(graph)
     members: dict[int, list[int]] = {}
     for i, t in enumerate(graph.inputs):
         if of[t] != FREE:
@@ -109,7 +109,7 @@ def _groups(problem: Problem, held: Sequence[Domain]) -> list[_Group]:
     for head, own in members.items():
         lie = tuple((graph.tensors[graph.inputs[i]].shape, held[of[graph.inputs[i]]]) for i in own)
         key = (re.sub(r"\d+", "", graph.input_paths[head]), lie)
-        equal.setdefault("batch" if head in batch else key, []).append(head)
+        equal.setdefault(("batch", _examples(graph, dims, head)) if head in batch else key, []).append(head)
 
     def group(arguments: Sequence[int], heads: _Group | None) -> _Group:
         variables = frozenset(of[graph.inputs[i]] for i in arguments)
@@ -127,6 +127,14 @@ def _batch(graph: Graph) -> tuple[list[int], tuple[int | None, ...]]:
     data = data_inputs(graph)
     dims = follow(graph, data).batch
     return [i for i, t in enumerate(graph.inputs) if t in data and dims[t] is not None], dims
+
+
+def _examples(graph: Graph, dims: Sequence[int | None], argument: int) -> int:
+    """How many examples an argument of `_batch` has."""
+    t = graph.inputs[argument]
+    dim = dims[t]
+    assert dim is not None
+    return graph.tensors[t].shape[dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +199,24 @@ class _Search:
         return Suspect(layouts, at, self.base_s - self.session.extractor.decide(at).step_time_s if layouts else 0.0)
 
     def batch(self) -> Suspect | None:
-        """The batch split along its examples as most bytes of what is made of it; None where it has this layout."""
+        """The batch split along its examples as most bytes of what is made of it; None where it has this layout.
+
+        Arrays with as many examples as those bytes are the batch, or, where a step reshapes it to microbatches, with a multiple:
+        a weight that the step does not give back has another number of rows.
+        """
         graph, decided = self.session.graph, self.session.extractor.decide(self.start).layouts
         arguments, dims = _batch(graph)
-        votes: Counter[tuple[int, ...]] = Counter()
+        votes: Counter[tuple[tuple[int, ...], int]] = Counter()
         for tensor, layout, dim in zip(graph.tensors, decided, dims, strict=True):
             if layout is not None and dim is not None:
-                votes[layout.dims[dim]] += tensor.nbytes
-        over = max(votes, key=lambda factors: votes[factors], default=())
+                votes[layout.dims[dim], tensor.shape[dim]] += tensor.nbytes
+        over, count = max((vote for vote in votes if vote[1]), key=lambda vote: votes[vote], default=((), 1))
+        counts = {i: _examples(graph, dims, i) for i in arguments}
+        own = [i for i in arguments if counts[i] == count] or [i for i in arguments if counts[i] % count == 0]
         ways, layouts = math.prod(self.session.problem.sizes[f] for f in over), dict[int, Layout]()
-        for i, t in ((i, graph.inputs[i]) for i in arguments):
-            shape, dim = graph.tensors[t].shape, dims[t]
-            layout = Layout(tuple(over if d == dim else () for d in range(len(shape))))
-            if dim is not None and shape[dim] % ways == 0 and layout != decided[t]:
+        for i in own:
+            t = graph.inputs[i]
+            layout = Layout(tuple(over if d == dims[t] else () for d in range(len(graph.tensors[t].shape))))
+            if counts[i] % ways == 0 and layout != decided[t]:
                 layouts[i] = layout
         return Suspect(layouts, self.start, 0.0) if layouts else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.graph.nodes import Graph
-from shardplan.search.baselines.batch_dims import follow
+from shardplan.search.baselines.batch_dims import depending, follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class Samples:
 
 
 def samples_of(graph: Graph) -> Samples | None:
-    """The samples of a step: the batch dim that most arrays of its data have; None for a step without data.
+    """The samples of a step: the batch dim of that array of its data of which most bytes of other values are made, of several the
+    one that most arrays have; None for a step without data. What is made of data alone does not count: an array that the step
+    does not give back may be a frozen weight.
 
     A loop takes the slices of a stack one after the other. If a value of the batch passes from one iteration to the next, they
     are timesteps of the same samples; else they are microbatches, each with samples of its own.
@@ -37,8 +39,10 @@ def samples_of(graph: Graph) -> Samples | None:
             counts[t] = tensor.shape[dim] * (tensor.shape[0] if dim and t in microbatches else 1)
     if not counts:
         return None
-    votes = Counter(counts.values())
-    count = max(votes, key=lambda n: (votes[n], n))
+    votes, made, most = Counter(counts.values()), _made(graph, batch), Counter[int]()
+    for t, n in counts.items():
+        most[n] = max(most[n], made[graph.tensors[t].shape[batch[t] or 0]])
+    count = max(votes, key=lambda n: (most[n], votes[n], n))
     paths = dict(zip(graph.inputs, graph.input_paths, strict=True))
     sequences = [t for t, n in counts.items() if n == count and _is_sequence(graph, t, batch[t])]
     lead = (
@@ -54,6 +58,15 @@ def data_inputs(graph: Graph) -> list[int]:
         return [t for t in graph.inputs if t not in state]
     last = graph.input_paths[-1].partition("/")[0] if graph.input_paths else ""
     return [t for t, path in zip(graph.inputs, graph.input_paths, strict=True) if path.partition("/")[0] == last]
+
+
+def _made(graph: Graph, batch: Sequence[int | None]) -> Counter[int]:
+    """The bytes of the values that depend on the step's state, by the extent of their batch dim."""
+    made: Counter[int] = Counter()
+    for t in depending(graph, [graph.inputs[i] for i in graph.feedback if i is not None]).difference(graph.inputs):
+        if (dim := batch[t]) is not None:
+            made[graph.tensors[t].shape[dim]] += graph.tensors[t].nbytes
+    return made
 
 
 def _timesteps(graph: Graph, batch: Sequence[int | None]) -> frozenset[int]:

@@ -68,3 +68,22 @@ def test_a_step_that_gives_nothing_back_has_its_last_argument_as_data() -> None:
 
 def test_a_step_without_data_has_no_samples() -> None:
     assert _counted(lambda state: {"weight": state["weight"] * 2}, {"weight": _floats(8)}) is None
+
+
+def test_frozen_weights_are_no_samples() -> None:
+    """Low-rank adapters are trained beside more weights than the batch has arrays."""
+
+    def step(adapters: Any, frozen: Any, batch: Any) -> Any:
+        def loss_of(adapters: Any) -> Any:
+            hidden = frozen["embedding"][batch["tokens"]]
+            for (down, up), weight in zip(adapters, frozen["layers"], strict=True):
+                hidden = jnp.tanh(hidden @ weight + hidden @ down @ up)
+            return jnp.mean(jnp.take_along_axis(hidden @ frozen["head"], batch["targets"][..., None], -1))
+
+        return jax.tree.map(lambda w, g: w - g, adapters, jax.grad(loss_of)(adapters))
+
+    layers = [_floats(64, 64)] * 3
+    frozen = {"embedding": _floats(256, 64), "layers": layers, "head": _floats(64, 256)}
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    adapters = [(_floats(64, 4), _floats(4, 64))] * 3
+    assert _counted(step, adapters, frozen, {"tokens": tokens, "targets": tokens}) == (8, 128)

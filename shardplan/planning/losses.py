@@ -65,10 +65,10 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
     """The losses of arguments, largest first, in a session whose pins hold all arguments; ``given`` is its price, ``best_s`` that
     with the best layouts inside. ``names`` are the names of the factors in specs.
 
-    Gains are the search's, with the best layouts inside. If the layouts that XLA infers cost more than all of these gains, each
-    step is priced with the layouts that XLA infers from the new specs: for each suspect whose gain is at least 5% of the largest,
-    for the batch split as what is made of it, and, if these explain less than half of what XLA costs, for the one that gains most
-    of all whose layout changes when all are free.
+    Gains are the search's, with the best layouts inside. But if the layouts that XLA infers cost more than all of these gains,
+    steps are priced with the layouts that XLA infers from the new specs. These are tried: each suspect whose gain is at least 5%
+    of the largest; the batch, split like the values that are made of it; and, if these explain less than half of what XLA costs,
+    the suspect that gains most of all whose layout changes when all are free.
     """
     found, inferred_s = suspects(session), given.run.step_time_s - best_s
     start = PricedStep(session.at(found.start), session.extractor.decide(found.start))
@@ -94,8 +94,8 @@ def losses(session: Session, given: PricedStep, best_s: float, price: Pricer, na
 
 
 def _heaviest(moved: Sequence[Suspect], given: PricedStep, price: Pricer) -> Iterator[tuple[Suspect, PricedStep]]:
-    """The suspect at which the step gains most when one after the other moves, found by bisection, with its price; the suspects
-    up to it where it gains nothing alone; none where the step gains nothing when all move.
+    """Lets one suspect after the other move, and yields the one at which the step gains most, with its price (by bisection). If
+    this one gains nothing alone, the suspects before it move too. Yields nothing if the step gains nothing when all move.
     """
 
     def moves(count: int) -> Suspect:

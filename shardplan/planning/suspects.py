@@ -1,4 +1,4 @@
-"""The arguments by which a sharding loses, in the search's prices: groups of arguments that lie otherwise if they are free."""
+"""The arguments by which a sharding loses, in the search's prices: groups of arguments whose layouts change if they are free."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MOST = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Arguments that are freed together, and the layouts that those of them take which then lie otherwise, by number: first
-    weights and the batch, then moments. ``solution`` is the best one with them, and ``seconds`` what it gains.
+    """Arguments that are freed together. ``layouts`` has the new layout of each one that changes, by number: weights and the batch
+    first, then moments. ``solution`` is the best one with them, and ``seconds`` what it gains.
     """
 
     layouts: Mapping[int, Layout]

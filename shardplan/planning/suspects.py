@@ -29,7 +29,7 @@ MOST = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Arguments that are freed together. ``layouts`` has the new layout of each one that changes, by number: weights and the batch
+    """Arguments that are freed together. ``layouts`` has the new layout of each that changes, by number: weights and the batch
     first, then moments. ``solution`` is the best one with them, and ``seconds`` what it gains.
     """
 
